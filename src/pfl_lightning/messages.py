@@ -189,7 +189,7 @@ def digest(record: Any) -> str:
         # as bytes, since NumPy has no bfloat16; cloned, since a view of one element may have a stride that `view`
         # refuses
         flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-        hashed.update(flat.view(torch.uint8).numpy().tobytes())
+        hashed.update(flat.view(torch.uint8).numpy())
     return hashed.hexdigest()
 
 

@@ -145,10 +145,13 @@ class FederatedTrainer(Trainer):
             update.
         default_root_dir: the folder of runs, each in a folder ``METHOD-DATA/version_N``.
         accumulate_grad_batches: batches of a client's optimizer step, whose gradients are summed and divided by this
-            number; the last step of an epoch may have fewer batches.
+            number; the last step of an epoch may have fewer batches. Under a task that counts errors otherwise than by
+            samples, such as tokens of texts, the step is on the mean over all counted errors of its batches.
         limit_train_batches: batches of each local epoch to train on: their number (an integer), or a share of a
             client's batches (above 0.0 and up to 1.0, rounded down, at least one batch). Each epoch shuffles all
             samples anew.
+        checkpoint_common: whether checkpoints hold the net's frozen weights. If False, they hold a fingerprint of
+            these, as of a language model below its adapters, and take them from the net on loading.
         **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
             round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
             other ModelCheckpoint; ``enable_checkpointing=False`` keeps none. ``limit_val_batches=0`` skips validation.
@@ -182,6 +185,7 @@ class FederatedTrainer(Trainer):
         accumulate_grad_batches: int = 1,
         limit_train_batches: int | float | None = None,
         evaluate_clients: int | float = 1.0,
+        checkpoint_common: bool = True,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -214,6 +218,7 @@ class FederatedTrainer(Trainer):
             secure_sum=secure_sum,
             accumulate=accumulate_grad_batches,
             limit=1.0 if limit_train_batches is None else limit_train_batches,
+            checkpoint_common=checkpoint_common,
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None

@@ -6,14 +6,17 @@ from typing import ClassVar
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim import SGD, Adam
 
 from federations import MOMENTUM, SIZES, blobs, equal, fit, make_client, noisy, points, same_end
 from pfl_lightning.client import Phase
-from pfl_lightning.data import Samples, epoch_order
+from pfl_lightning.data import Samples, TensorData, epoch_order
 from pfl_lightning.engines import Job, LocalWork, Sequential
 from pfl_lightning.methods import ControlVariates, FedAvg, FedNova, FedRep, Local
+from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPSGD
+from pfl_lightning.tasks import NextToken
 
 EVEN = {"val_fraction": 0.0, "test_fraction": 0.0}
 
@@ -149,3 +152,28 @@ def test_values_without_a_meaning_are_refused(settings):
     name, value = next(iter(settings.items()))
     with pytest.raises(MisconfigurationException, match=rf"trainer\.{name}={value}"):
         fit(make_client(), **settings)
+
+
+def bigrams(input_shape, num_classes):
+    return Net(nn.Embedding(num_classes, 4), nn.Linear(4, num_classes))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_step_of_texts_is_on_the_mean_of_all_counted_tokens(engine, rows):
+    """As one batch of all texts, although the batches count different numbers of tokens; the last batch is shorter."""
+    tokens = torch.randint(0, 9, (2 * rows, 7), generator=torch.Generator().manual_seed(0))
+    targets = tokens[:, 1:].clone()
+    for row, target in enumerate(targets):
+        target[1 + row % 6 :] = -100
+
+    def weights(batch_size, **settings):
+        clients = torch.arange(2 * rows) % 2
+        data = TensorData(tokens[:, :-1], targets, client=clients, task=NextToken(9), batch_size=batch_size, **EVEN)
+        torch.manual_seed(0)
+        model = FedAvg(bigrams, (6,), task=data.task, optimizer=partial(SGD, lr=0.5))
+        return fit(model, data, engine=engine, max_rounds=1, **settings).weights
+
+    whole, parts = weights(8), weights(2, accumulate_grad_batches=4)
+    assert all(torch.allclose(parts[name], whole[name], atol=1e-6) for name in whole)
+    assert not equal(whole, weights(2, accumulate_grad_batches=2))

@@ -1,5 +1,6 @@
 """Callbacks: base class, record of a run, progress, checkpoints, reports for loggers, pictures, attacks and audits."""
 
+from pfl_lightning.callbacks.adapter_folders import AdapterFolders
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
 from pfl_lightning.callbacks.attacks import (
     ALIE,
@@ -38,6 +39,7 @@ from pfl_lightning.callbacks.wandb_report import WandbReport
 __all__ = [
     "ALIE",
     "IPM",
+    "AdapterFolders",
     "AdaptiveAttack",
     "AggregationPictures",
     "Attack",

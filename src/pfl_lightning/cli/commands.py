@@ -9,6 +9,7 @@ TRAINER = {
 """Commands that Lightning's command line runs: each is the Trainer's method with the same name."""
 
 OTHERS = {
+    "adapters": "write the adapters of a run's clients as folders that peft loads",
     "advise": "say which method suits which client, after a small tournament",
     "compare": "run several methods with several seeds, and write one table",
     "configs": "list the packaged configurations, or copy one to change it",

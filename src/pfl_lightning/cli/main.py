@@ -23,6 +23,7 @@ from pfl_lightning.internals.light_start import import_torchmetrics
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 MODULES = {
+    "adapters": "pfl_lightning.cli.adapters",
     "advise": "pfl_lightning.cli.advise",
     "compare": "pfl_lightning.cli.compare",
     "configs": "pfl_lightning.cli.configs",

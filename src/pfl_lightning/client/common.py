@@ -64,11 +64,12 @@ def rely_on(client: ClientModule, path: str) -> None:
         client.relied_on.add(f"{path}.")
 
 
-def whole_model(client: ClientModule) -> StateDict:
+def whole_model(client: ClientModule, common: bool = True) -> StateDict:
     """Return copies of all entries on the CPU.
 
     Args:
         client: the client module.
+        common: whether common entries are among them.
 
     Returns:
         The entries, by name. A common tensor with several names is copied once, and is the same tensor under each name.
@@ -78,6 +79,8 @@ def whole_model(client: ClientModule) -> StateDict:
     for name, tensor in client.state_dict().items():
         if name not in client.common_names:
             copies[name] = detached(tensor)
+            continue
+        if not common:
             continue
         # `add_copy` gives a common tensor further names, under which it isn't copied and saved again
         if tensor.data_ptr() not in once:

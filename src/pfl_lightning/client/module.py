@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
-from pfl_lightning.messages import Message, StateDict, tree_map
+from pfl_lightning.messages import Message, StateDict, digest, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
@@ -514,6 +514,14 @@ class ClientModule(LightningModule):
                 )
         check_schedule(made, rounds)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Complete a checkpoint without frozen weights by this model's own.
+
+        Args:
+            checkpoint: the checkpoint, completed in place.
+        """
+        complete(self, checkpoint)
+
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         """Return the outputs for a batch of inputs, or of inputs and targets.
 
@@ -697,15 +705,29 @@ class ClientModule(LightningModule):
                 ) from error
             raise
         if client is not None:
-            saved = saved_client(checkpoint_path, client, model.architecture_of, model.device)
+            federation = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
+            saved = saved_client(checkpoint_path, federation, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
-            model.settle_common()
-            model.assign(saved.common)
-            # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
-            model.receive(saved.personal, saved.payload, data=None)
-            if saved.is_trained:
-                model.restore(saved.personal)
+            model.become_saved(saved)
         return model
+
+    def become_saved(self, saved: "SavedClient") -> None:
+        """Turn this module into a client of a checkpoint.
+
+        Args:
+            saved: the client, with this module's architecture.
+
+        Raises:
+            MisconfigurationException: if the checkpoint left out frozen weights, and those of this net are others.
+        """
+        self.settle_common()
+        if saved.architecture:
+            complete(self, {"federation": {"base": saved.base}}, saved.architecture)
+        self.assign(saved.common)
+        # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
+        self.receive(saved.personal, saved.payload, data=None)
+        if saved.is_trained:
+            self.restore(saved.personal)
 
 
 # `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
@@ -733,15 +755,82 @@ def own_containers(value: Value) -> Value:
 
 
 def frozen_names(module: nn.Module, path: str) -> frozenset[str]:
-    """Return the full names of a part's parameters with ``requires_grad=False``.
+    """Return the full names of a part's frozen entries.
+
+    These are the parameters with ``requires_grad=False``, and what a layer of such parameters alone adds to its
+    ``state_dict`` beside parameters and buffers, such as the scales of quantised weights.
 
     Args:
         module: the whole module.
         path: the part's name in it.
     """
+    part = module.get_submodule(path)
     # a tied parameter counts under each of its names, as it does in the `state_dict`
-    parameters = module.get_submodule(path).named_parameters(remove_duplicate=False)
-    return frozenset(f"{path}.{name}" for name, parameter in parameters if not parameter.requires_grad)
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    names = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    buffers = {name for name, _ in part.named_buffers(remove_duplicate=False)}
+    for name in part.state_dict().keys() - parameters.keys() - buffers:
+        # the layer that writes an entry is the innermost one whose path the entry's name begins with
+        layer, key = part, name
+        while (first := key.partition("."))[1] and first[0] in dict(layer.named_children()):
+            layer, key = layer.get_submodule(first[0]), first[2]
+        own = [parameter.requires_grad for parameter in layer.parameters(recurse=False)]
+        if own and not any(own):
+            names.add(name)
+    return frozenset(f"{path}.{name}" for name in names)
+
+
+def loadable(client: ClientModule) -> StateDict:
+    """Return the entries of a client module's ``state_dict`` that it can load, as references.
+
+    Others are what quantised layers add beside their parameters and buffers, which belongs to their frozen weights.
+    """
+    places = {name for name, _ in client.named_parameters(remove_duplicate=False)}
+    places |= {name for name, _ in client.named_buffers(remove_duplicate=False)}
+    own = client.state_dict()
+    return {name: t for name, t in own.items() if name in places or name.endswith("_extra_state")}
+
+
+def base_digest(module: nn.Module, names: Collection[str]) -> str:
+    """Return the fingerprint of some parameters of a module, in the order of their names.
+
+    Args:
+        module: the module.
+        names: the parameters' names; of several names of a tied parameter, the first.
+    """
+    parameters = dict(module.named_parameters())
+    return digest([parameters[name] for name in sorted(parameters.keys() & names)])
+
+
+def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int = 0) -> None:
+    """Add a client module's frozen weights to a checkpoint that was saved without, by ``trainer.checkpoint_common``.
+
+    Args:
+        client: the client module.
+        checkpoint: the checkpoint; its global model is completed in place.
+        architecture: index of the client module's net; all but the first have no entries in the global model.
+
+    Raises:
+        MisconfigurationException: if the frozen weights are others than those of the checkpoint's run.
+    """
+    digests = checkpoint.get("federation", {}).get("base")
+    if digests is None:
+        return
+    own = client.state_dict()
+    # not `common_names`: the checkpoint says what its run left out
+    absent = (
+        {name for name in own if name not in checkpoint["state_dict"]} if architecture == 0 else client.common_names
+    )
+    if (found := base_digest(client, absent)) != digests[architecture]:
+        raise MisconfigurationException(
+            f"model.net={type(client.net).__name__}: the checkpoint has no frozen weights "
+            f"(trainer.checkpoint_common=false), and those of this net ({found}) are not the run's "
+            f"({digests[architecture]}); give the net that the run began with."
+        )
+    if architecture == 0:
+        # references, which cost no memory
+        own = loadable(client)
+        checkpoint["state_dict"] = {name: checkpoint["state_dict"].get(name, entry) for name, entry in own.items()}
 
 
 class Forward(nn.Module):
@@ -773,6 +862,7 @@ class SavedClient:
         personal: its personal entries.
         payload: the payload that it would receive in the next round.
         is_trained: whether ``personal`` is the whole model of a client that joined afterwards, as trained in the end.
+        base: fingerprints of all architectures' frozen weights, if the checkpoint has none of these.
     """
 
     architecture: int
@@ -780,6 +870,7 @@ class SavedClient:
     personal: StateDict
     payload: Message
     is_trained: bool = False
+    base: list[str] | None = None
 
 
 def net_of_python(path: str | Path) -> str:
@@ -825,25 +916,29 @@ def trained_class(path: str | Path) -> type[ClientModule]:
 
 
 def saved_client(
-    path: str | Path, client: int | str, architecture_of: Callable[[int, int], int], device: torch.device
+    path: str | Path,
+    saved: Mapping[str, Any],
+    client: int | str,
+    architecture_of: Callable[[int, int], int],
+    device: torch.device,
 ) -> SavedClient:
     """Read one client from a federation's checkpoint.
 
     Args:
         path: the checkpoint.
+        saved: its entry ``federation``.
         client: the client's name or id.
         architecture_of: gives the index of a client's architecture from its id and the number of clients.
-        device: the device to put tensors on.
+        device: the device of tensors that come from another file.
 
     Raises:
         MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
     """
-    saved = torch.load(path, map_location=device, weights_only=True)["federation"]
     payloads, others = saved["payloads"], saved.get("own") or joined_models(path, saved)
     if (kept := others.get(str(client))) and client not in payloads and str(client) not in saved.get("names", []):
         common = saved.get("common", {}).get(kept["architecture"], {})
         personal, payload = (tree_map(lambda t: t.to(device), kept[part]) for part in ("personal", "payload"))
-        return SavedClient(kept["architecture"], common, personal, payload, kept["is_trained"])
+        return SavedClient(kept["architecture"], common, personal, payload, kept["is_trained"], saved.get("base"))
     if isinstance(client, str):
         client = client_id(client, saved.get("names", []), len(payloads))
     if client not in payloads:
@@ -858,4 +953,4 @@ def saved_client(
     # a client that has never trained still has the initial personal entries
     personal = own.get("personal", saved["initial"][architecture])
     common = saved.get("common", {}).get(architecture, {})
-    return SavedClient(architecture, common, personal, payloads[client])
+    return SavedClient(architecture, common, personal, payloads[client], base=saved.get("base"))

@@ -40,19 +40,25 @@ class Attributes:
         owners: the objects, by the name that errors give them.
         left_out: names of attributes that may change.
         known: tells tensors that have another owner and may change in place, such as a module's parameters.
+        parts: modules whose own tensors aren't attributes of the owners but their state.
     """
 
     def __init__(
-        self, owners: Mapping[str, object], left_out: Set[str], known: Callable[[Tensor], bool] = lambda tensor: False
+        self,
+        owners: Mapping[str, object],
+        left_out: Set[str],
+        known: Callable[[Tensor], bool] = lambda tensor: False,
+        parts: Set[nn.Module] = frozenset(),
     ) -> None:
         self._tables = [(owner, vars(thing)) for owner, thing in owners.items()]
         self._left_out = left_out
         self._known = known
+        self._parts = parts
 
     def look(self) -> Look:
         """Return a snapshot."""
         return {
-            f"{owner}.{name}": content(value)
+            f"{owner}.{name}": content(value, self._parts)
             for owner, table in self._tables
             for name, value in table.items()
             if name not in self._left_out
@@ -104,36 +110,44 @@ class _InPlace:
         self.thing, self.mark = thing, mark
 
 
-def content(value: Any) -> Any:
+def content(value: Any, parts: Set[nn.Module] = frozenset()) -> Any:
     """Return a value in a form for later comparison: in-place changes of the original show.
 
     Args:
         value: the value.
+        parts: modules whose own tensors don't count where a module in the value has them inside.
     """
     if type(value) in PLAIN or isinstance(value, VALUES):
         return value
     if isinstance(value, Tensor):
         return _InPlace(value, version(value))
     if isinstance(value, Mapping):
-        return tuple(map(content, chain.from_iterable(value.items())))
+        return tuple(content(each, parts) for each in chain.from_iterable(value.items()))
     if isinstance(value, (list, tuple, deque)):
-        return tuple(map(content, value))
+        return tuple(content(each, parts) for each in value)
     if isinstance(value, (set, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
         return _InPlace(value, drawn(value))
     # identity, and the versions of all tensors: training in place shows
     if isinstance(value, nn.Module):
         # not `state_dict()`, which leaves out buffers with persistent=False
-        return (value, *map(content, tensors_of(value)))
+        return (value, *map(content, tensors_of(value, parts)))
     if isinstance(value, Optimizer):
         # moments, but not learning rates, which a schedule changes
         return value, content(value.state_dict()["state"])
     return value
 
 
-def tensors_of(module: nn.Module) -> Iterable[Tensor]:
-    """Yield a module's parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
+def tensors_of(module: nn.Module, parts: Set[nn.Module]) -> Iterable[Tensor]:
+    """Yield a module's parameters and buffers.
+
+    Args:
+        module: the module.
+        parts: modules whose own tensors are left out.
+    """
+    for each in module.modules():
+        if each not in parts:
+            yield from each.parameters(recurse=False)
+            yield from each.buffers(recurse=False)
 
 
 def drawn(value: Any) -> Any:
@@ -194,7 +208,8 @@ class Leaks(Attributes):
             for path, m in module.named_modules()
             if not type(m).__module__.startswith("torch.")
         }
-        super().__init__(owners, ENGINES_OWN, self._is_entry)
+        # A net may hold a wrapper of its own layers, such as a PeftModel, and under vmap these have other tensors.
+        super().__init__(owners, ENGINES_OWN, self._is_entry, set(module.modules()))
         self._common = common_parameters(module)
         self._caches = {f"{self.method}.{path}" for path in module.caches}
         self._rounds = 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -18,14 +18,14 @@ from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples, epoch_order
-from pfl_lightning.data.batches import batches_of, continued_orders
+from pfl_lightning.data.batches import continued_orders
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values
+from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values, weighs_batches
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
@@ -33,6 +33,7 @@ from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import secure_seed
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
+Divisor: TypeAlias = Tensor | float | None
 
 
 class Sequential(Engine):
@@ -185,12 +186,12 @@ class Sequential(Engine):
                 steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
                 taken = len(steps)
             else:
-                for x, y, ends in self._batches(part, phase, generator, job):
+                for x, y, divisor, ends in self._batches(part, phase, generator, job):
                     with self.forward_context():
                         values = step_values(module, (x, y), index)
                     if index == taken * self.work.accumulate:
                         forget_gradients(trained)
-                    loss = values["loss"] if self.work.accumulate == 1 else values["loss"] / self.work.accumulate
+                    loss = values["loss"] if divisor is None else values["loss"] / divisor
                     torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
                     if self._calls_after_backward:
                         module.on_after_backward()
@@ -279,8 +280,8 @@ class Sequential(Engine):
 
     def _batches(
         self, part: Samples, phase: Phase, generator: torch.Generator, job: Job
-    ) -> Iterator[tuple[Any, Any, bool]]:
-        """Yield inputs and targets of a phase's batches, and whether an optimizer step follows the batch.
+    ) -> Iterator[tuple[Any, Any, Divisor, bool]]:
+        """Yield a phase's batches: inputs, targets, the loss's divisor, and whether an optimizer step follows.
 
         Each epoch is one shuffled copy of the samples, cut into views.
 
@@ -303,18 +304,30 @@ class Sequential(Engine):
             orders = chain([next(orders)[done * size :]], orders)
         made = 0
         for order in orders:
-            left = batches_of(order.numel(), size, self.smallest_batch)
-            since = 0
-            for x, y in part.take(order).chunks(size):
-                if rows_in(y) >= self.smallest_batch:
-                    left, since = left - 1, since + 1
-                    # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
-                    ends = since == self.work.accumulate or not left
-                    yield x, y, ends
-                    if ends:
-                        since, made = 0, made + 1
-                        if made == steps:
-                            return
+            batches = (batch for batch in part.take(order).chunks(size) if rows_in(batch[1]) >= self.smallest_batch)
+            # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
+            while group := list(islice(batches, self.work.accumulate)):
+                divisors = self._divisors([y for _, y in group])
+                for number, ((x, y), divisor) in enumerate(zip(group, divisors, strict=True), 1):
+                    yield x, y, divisor, number == len(group)
+                made += 1
+                if made == steps:
+                    return
+
+    def _divisors(self, targets: list[Any]) -> list[Divisor]:
+        """Return the divisors of the losses of an optimizer step's batches.
+
+        Args:
+            targets: the batches' targets.
+        """
+        if self.work.accumulate == 1:
+            return [None]
+        task = self.module.task
+        if not weighs_batches(task):
+            return [self.work.accumulate] * len(targets)
+        # The mean over all errors that the task counts: batches of texts have different numbers of counted tokens.
+        weights = [task.weight(y) for y in targets]
+        return [sum(weights) / weight for weight in weights]
 
     def _scaler(self, state: dict[str, float]) -> torch.amp.GradScaler:
         """Return the client's own loss scaler, as a shared one's scale would depend on the order of the clients."""

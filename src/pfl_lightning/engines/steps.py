@@ -14,6 +14,7 @@ from pfl_lightning.client.common import personal_entries
 from pfl_lightning.client.optimizers import check_own_parameters
 from pfl_lightning.engines.base import Job
 from pfl_lightning.messages import StateDict, tree_map
+from pfl_lightning.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,15 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
                 f"{method}.training_step: {name} is {what}; return a dict of scalar tensors."
             )
     return values
+
+
+def weighs_batches(task: Task) -> bool:
+    """Return whether batches of a step count by the errors that a task counts in each, as tokens of texts.
+
+    Args:
+        task: the task.
+    """
+    return type(task).weight is not Task.weight
 
 
 def adjusted_gradients(module: ClientModule, gradients: StateDict) -> StateDict:

@@ -28,7 +28,7 @@ from pfl_lightning.client.common import (
 )
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
-from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.module import ClientModule, base_digest, complete, loadable
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.attributes import Remembered
 from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_sums
@@ -276,13 +276,16 @@ class Federation(LightningModule):
             # A later fit or evaluation continues with this state; only another data module is paired anew.
             return
         self._keep_trained({})
-        # Ranks may have different seeds, so all take the first rank's seed and initial weights.
+        # Ranks may have different seeds, so all take the first rank's seed and initial weights. A single process spares
+        # a second copy of frozen weights, which may be nearly all of a net.
+        several = self.trainer.world_size > 1
         self.seed, states = self.trainer.strategy.broadcast(
-            (torch.initial_seed(), [whole_model(module) for module in self._architectures])
+            (torch.initial_seed(), [whole_model(module, several) for module in self._architectures])
         )
         pairs = list(zip(self._architectures, states, strict=True))
-        for module, state in pairs:
-            module.assign({name: state[name] for name in common_parameters(module)})
+        if several:
+            for module, state in pairs:
+                module.assign({name: state[name] for name in common_parameters(module)})
         self.initial = [personal_entries(module, state) for module, state in pairs]
         shared = [shared_entries(module, state) for module, state in pairs]
         check_common(self._architectures, shared)
@@ -1043,8 +1046,31 @@ class Federation(LightningModule):
     # Checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the global model under the client module's names, completed by the common initial weights."""
-        return whole_model(self.client) | self.start | self.initial[0] | self.aggregator.global_model()
+        """Return the global model under the client module's names, completed by the common initial weights.
+
+        Frozen weights are left out with ``trainer.checkpoint_common=False``.
+        """
+        return self.global_model(self._saves_common)
+
+    def global_model(self, common: bool) -> StateDict:
+        """Return the global model under the client module's names; entries that no server has are the initial ones.
+
+        Args:
+            common: whether frozen weights are among them.
+        """
+        own = whole_model(self.client, common)
+        return own | self.start | self.initial[0] | self.aggregator.global_model()
+
+    @property
+    def _saves_common(self) -> bool:
+        """Whether checkpoints hold frozen weights, which they can't if these are quantised."""
+        common = [module.common_names - loadable(module).keys() for module in self._architectures]
+        return self.options.checkpoint_common and not any(common)
+
+    @cached_property
+    def _base(self) -> list[str]:
+        """Fingerprints of the architectures' frozen weights, which never change."""
+        return [base_digest(module, common_parameters(module).keys()) for module in self._architectures]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a global model into the client module.
@@ -1067,6 +1093,7 @@ class Federation(LightningModule):
     def federation_state(self) -> dict[str, Any]:
         """Return the complete state, from which another process can continue the run bit for bit."""
         clients = range(self.data.num_clients)
+        whole = self._saves_common
         return {
             "method": self.method,
             **{name: self.trained[name] for name in ("names", "sizes", "partition")},
@@ -1076,7 +1103,8 @@ class Federation(LightningModule):
             "initial": self.initial,
             "start": self.start,
             # The first architecture's common parameters are part of the global model already.
-            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k},
+            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k and whole},
+            **({} if whole else {"base": self._base}),
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
@@ -1158,6 +1186,8 @@ class Federation(LightningModule):
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
         check_same(checkpoint["federation"], self.method)
+        for architecture, module in enumerate(self._architectures):
+            complete(module, checkpoint, architecture)
         # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
         fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing") or {}
         state = checkpoint["federation"] | {"preprocessing": fitted}
@@ -1180,7 +1210,8 @@ class Federation(LightningModule):
 
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""
-        self.client.load_state_dict(self.state_dict())
+        # Frozen weights, which are in place, aren't copied once more.
+        self.client.load_state_dict({**loadable(self.client), **self.global_model(common=False)})
 
     # Callbacks
 

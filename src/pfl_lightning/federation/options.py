@@ -65,6 +65,7 @@ class FederationOptions:
     secure_sum: SecureSum | None = None
     accumulate: int = 1
     limit: Limit = 1.0
+    checkpoint_common: bool = True
 
     def __post_init__(self) -> None:
         for name in ("clients_per_round", "evaluate_clients"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.joined_clients import KeptModels, joined_models
+from pfl_lightning.client.module import complete
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
@@ -346,11 +347,12 @@ class SavedClients(LightningModule):
         names |= {"num_clients": 0 if own else len(self.saved["payloads"])}
         self.data = data_in(checkpoint, names, own=bool(own))
         warn_of_trained(self.saved.get("settings", {}).get("trainer.evaluate", "before"))
-        self.modules_of_clients = client.architectures()
+        self.modules_of_clients, checkpoint = client.architectures(), dict(checkpoint)
         # Lightning moves them to the device
         self.architectures = nn.ModuleList(self.modules_of_clients)
         for index, module in enumerate(self.modules_of_clients):
             module.settle_common()
+            complete(module, checkpoint, index)
             module.assign(self.saved.get("common", {}).get(index, {}))
         try:
             client.load_state_dict(checkpoint["state_dict"])

@@ -130,7 +130,9 @@ class PFedMe(PersonalNet):
     def upload(self, data: ClientData) -> Message:
         r"""Return the client's model :math:`w_i`, with the running statistics of :math:`\theta_i`."""
         if self.steps_done:
-            self.assign({f"net.{name}": buffer for name, buffer in self.personal.named_buffers()})
+            buffers = {f"net.{name}": buffer for name, buffer in self.personal.named_buffers()}
+            # a buffer in no `state_dict` isn't the client's own
+            self.assign({name: buffers[name] for name in buffers.keys() & self.state_dict().keys()})
             # `forward` evaluates `personal`, which here takes w_i
             if self.predict == "local":
                 copy_net(self, "personal")

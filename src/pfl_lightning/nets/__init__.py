@@ -3,6 +3,7 @@
 from pfl_lightning.nets.alexnet import AlexNet
 from pfl_lightning.nets.any_module import cut_net
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
+from pfl_lightning.nets.causal_lm import CausalLM
 from pfl_lightning.nets.char_gru import CharGRU
 from pfl_lightning.nets.cifar_resnet import CifarResNet
 from pfl_lightning.nets.cnn import CNN
@@ -27,6 +28,7 @@ __all__ = [
     "MLP",
     "AlexNet",
     "AlexNetFeatures",
+    "CausalLM",
     "CharGRU",
     "CifarResNet",
     "DenseNet",

@@ -85,9 +85,12 @@ class BlockIO:
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
         own = slots.current()
-        if module.state_dict().keys() - module.common_names != own.keys():
+        received = module.state_dict().keys() - module.common_names
+        # `ClientModule.receive` writes this one of the buffers in no `state_dict`; all others keep their values.
+        if received - own.keys() or "_class_weights" in own:
             # Some entries have two names, or would keep the values of the client before.
             return None
+        kept = own.keys() - received
         assigned: list[StateDict] = []
         known: dict[tuple[str | int, ...], StateDict] = {}
         self.sequential.set_mode(training=False)
@@ -103,12 +106,12 @@ class BlockIO:
                     self.sequential.set_turn(member.job)
                     with during("download", member.job.round, member.job.client):
                         module.receive(personal, payload, member.data)
-        if any(entries.keys() != own.keys() for entries in known.values()):
+        if any(entries.keys() != received for entries in known.values()):
             return None
         sent: list[Tensor] = []
         alike: set[str] = set()
         for name, tensor in own.items():
-            rows = [entries[name] for entries in assigned]
+            rows = [tensor if name in kept else entries[name] for entries in assigned]
             # An entry that is the same object for all clients is copied to the device once and repeated there.
             if len(set(map(id, rows))) == 1:
                 alike.add(name)

@@ -225,11 +225,16 @@ def part(look: Look, name: str) -> Look:
 
 
 def refuse_gradients_of_one(module: ClientModule) -> None:
-    """Refuse hooks on the gradients of a single client.
+    """Refuse hooks on the gradients of a single client, and layers that are computed again in the backward pass.
 
     Raises:
-        Unvectorisable: if the module has such a hook.
+        Unvectorisable: if the module has such a hook or layer.
     """
+    # the name by which transformers has it; under vmap torch fails within the layer, by an unrelated reason
+    if any(getattr(layer, "gradient_checkpointing", False) is True for layer in module.modules()):
+        raise Unvectorisable(
+            module, "its net has gradient_checkpointing=true, which computes layers again for one client at a time"
+        )
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,

@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.func import vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import step_values
+from pfl_lightning.engines.steps import step_values, weighs_batches
 from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
@@ -113,7 +114,7 @@ class Differentiator:
         trained: names of the entries to differentiate with respect to.
         size: samples of a full batch.
         scales: factors of the clients' losses; None leaves the losses unscaled.
-        accumulate: batches of an optimizer step, by which gradients are divided.
+        accumulate: batches of an optimizer step, by which gradients are divided unless the task counts errors itself.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class Differentiator:
         self.trained = trained
         self.size = size
         self.scales = scales
-        self.accumulate, self.share = accumulate, 1 / accumulate
+        self.weighs = accumulate > 1 and weighs_batches(self.module.task)
+        self.accumulate, self.share = accumulate, 1 if self.weighs else 1 / accumulate
         self._ones: Tensor | None = None
         self._paths: list[list[Any]] = []
         """The functions that checked steps called."""
@@ -161,14 +163,33 @@ class Differentiator:
             return self._of_batch(step[0], index)
         total = sum(len(part.samples) for part in step[0])
         sums: StateDict = {}
+        shares = self._shares(step, total) if self.weighs else None
         for further, batch in enumerate(step):
             for rows, gradients in self._parts(batch, index * self.accumulate + further):
                 for name, gradient in gradients.items():
                     if name not in sums:
                         sums[name] = gradient.new_zeros((total, *gradient.shape[1:]))
                     # Copied: a compiled step overwrites the memory of the step before.
-                    sums[name][rows] += gradient
+                    if shares is None:
+                        sums[name][rows] += gradient
+                    else:
+                        share = shares[further][rows].view(-1, *[1] * (gradient.dim() - 1))
+                        sums[name][rows] += gradient * share.to(gradient.dtype)
         return sums
+
+    def _shares(self, step: list[list[Part]], rows: int) -> Tensor:
+        """Return the shares of a step's batches in the errors that the task counts, ``[batches, rows]``.
+
+        Args:
+            step: as for `gradients`.
+            rows: number of rows with a batch.
+        """
+        weights = torch.zeros(len(step), rows, device=step[0][0].samples.device)
+        for counts, batch in zip(weights, step, strict=True):
+            for part in batch:
+                for own, samples, *_ in part.by_size():
+                    counts[own] = vmap(self.module.task.weight)(self.block.batch(samples)[1]).to(counts)
+        return weights / weights.sum(0)
 
     def _of_batch(self, batch: list[Part], index: int) -> StateDict:
         """Return the gradients of a single batch of each client."""

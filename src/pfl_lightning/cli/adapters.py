@@ -1,0 +1,34 @@
+"""The command ``pfl-lightning adapters``: write the adapters in a checkpoint as folders."""
+
+from pathlib import Path
+
+import pfl_lightning.methods  # noqa: F401
+from pfl_lightning.cli.usage import Arguments
+from pfl_lightning.client.adapter_folders import export_adapters
+
+DESCRIPTION = """\
+Write the adapters in a checkpoint as folders that peft loads: one for each client, by its name, and "global".
+
+    pfl-lightning adapters runs/FedAvg-ChatData/version_0/checkpoints/best.ckpt adapters
+
+The net is built by the checkpoint's own settings, from the same model's folder. A run from Python writes them by
+pfl_lightning.client.export_adapters, or by the callback AdapterFolders.
+"""
+
+
+def main(args: list[str]) -> int:
+    """Run ``pfl-lightning adapters``.
+
+    Args:
+        args: the command's arguments.
+
+    Returns:
+        The exit code.
+    """
+    made = Arguments("adapters", usage="%(prog)s CKPT FOLDER", description=DESCRIPTION)
+    made.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint of a run")
+    made.add_argument("folder", type=Path, metavar="FOLDER", help="parent of the folders, made if missing")
+    options = made.parse_args(args)
+    count = len(export_adapters(options.checkpoint, options.folder)) - 1
+    print(f"adapters of {count} client{'s' * (count != 1)} and of the global model: {options.folder}")
+    return 0

@@ -1,0 +1,297 @@
+"""Causal language models of transformers, with adapters of peft."""
+
+import warnings
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.modes import kept_modes
+
+DType = Literal["float32", "bfloat16"]
+Attention = Literal["sdpa", "eager"]
+Bits = Literal["8bit", "4bit"]
+
+LORA = {"r": 8, "alpha": 16}
+"""Adapters of a net without the setting ``lora``."""
+SHORT = {
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "dropout": "lora_dropout",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
+"""Names of ``lora`` for those of `peft.LoraConfig`."""
+
+
+class CausalLM(Net):
+    """A causal language model of transformers, from a local folder or the hub's cache, with low-rank adapters of peft.
+
+    The features are the model's layers with their adapters, and give hidden states ``[n, T, d]``. The classifier is the
+    model's output layer. All but the adapters is frozen, and so exists once for all clients; copies of the net share
+    it. Attribute ``adapted`` is the same model as a ``peft.PeftModel``.
+
+    Inputs are token numbers ``[n, T]``, or a dict of ``input_ids`` with ``position_ids`` or ``attention_mask``, each
+    ``[n, T]``. Texts that are padded on the right, with targets that are ignored there, need no mask: no token sees
+    later ones. Several texts in one row are kept apart by ``position_ids`` that begin again at 0. A mask is for padding
+    on the left.
+
+    Args:
+        input_shape: ``(T,)``, the largest number of tokens of a text.
+        num_classes: number of tokens of the task, at most the model's own vocabulary. Models often have some rows more
+            than their tokenizer has tokens; those get no logits.
+        model: folder of a saved model, or the name of one in the hub's cache; nothing is downloaded.
+        lora: settings of the adapters: ``r``, ``alpha``, ``targets``, ``dropout``, ``rslora``, ``dora``, and all others
+            of ``peft.LoraConfig`` by their names there, such as ``modules_to_save: [lm_head]``; what is left out has
+            peft's defaults, such as ``alpha: 8``. None has no adapters, and trains the whole model.
+        dtype: type of the model's weights. Adapters and logits are float32 in either case.
+        attention: implementation of the attention; ``eager`` is slower, and takes a mask under engine ``vectorised``.
+        gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
+            ``vectorised`` doesn't allow it.
+        quantize: frozen weights in 8 or 4 bits, by bitsandbytes.
+
+    Raises:
+        MisconfigurationException: if there is no such model, it doesn't fit the data, a setting is none of its
+            choices, or a package is missing.
+    """
+
+    adapted: Any
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        model: str,
+        lora: dict[str, Any] | None = LORA,
+        dtype: DType = "float32",
+        attention: Attention = "sdpa",
+        gradient_checkpointing: bool = False,
+        quantize: Bits | None = None,
+    ) -> None:
+        check_choices(dtype=(dtype, DType), attention=(attention, Attention), quantize=(quantize, Bits))
+        if quantize is not None and lora is None:
+            raise MisconfigurationException(
+                f"model.net.quantize={quantize} freezes all weights, and model.net.lora=null has no adapters to train; "
+                "give lora, such as {r: 8}."
+            )
+        loaded = load(model, dtype, attention, quantize)
+        check_sizes(loaded.config, model, input_shape, num_classes)
+        if gradient_checkpointing:
+            # the older way of torch would need inputs with gradients, and token numbers have none
+            loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        adapted = None
+        if lora is not None:
+            adapted = adapt(loaded.requires_grad_(False), lora)
+        else:
+            loaded.requires_grad_(True)
+        super().__init__(Body(loaded.base_model), Logits(loaded.get_output_embeddings(), num_classes))
+        # past nn.Module: as a submodule it would give each entry of the `state_dict` a second name
+        vars(self)["adapted"] = adapted
+        self.settings = {"lora": lora, "dtype": dtype, "quantize": quantize}
+        check_head(self, loaded, model)
+
+    def extra_repr(self) -> str:
+        """Return the settings that layers don't show, by which a resumed run finds changes."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CausalLM":
+        """Return a copy with adapters of its own and the same frozen weights."""
+        memo.update({id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad})
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        vars(copy).update(deepcopy(vars(self), memo))
+        return copy
+
+
+class Body(nn.Module):
+    """The layers of a language model.
+
+    Args:
+        layers: the model of transformers without its output layer.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor:
+        """Return hidden states ``[n, T, d]``.
+
+        Args:
+            x: token numbers ``[n, T]``, or a dict of inputs.
+        """
+        inputs = {"input_ids": x} if isinstance(x, Tensor) else x
+        if inputs["input_ids"].is_floating_point():
+            raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
+        hidden: Tensor = self.layers(**inputs, use_cache=False).last_hidden_state
+        return hidden
+
+
+class Logits(nn.Module):
+    """A language model's output layer, for the tokens of the task.
+
+    Args:
+        output: the layer, which may have adapters.
+        tokens: number of tokens of the task.
+    """
+
+    def __init__(self, output: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self.output = output
+        self.tokens = tokens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[n, T, tokens]``, in single precision at least.
+
+        Args:
+            hidden: hidden states ``[n, T, d]``.
+        """
+        logits: Tensor = self.output(hidden)[..., : self.tokens]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def check_choices(**settings: tuple[Any, Any]) -> None:
+    """Check settings with few values.
+
+    Args:
+        **settings: each setting's value, and the type with its choices; None is always allowed.
+
+    Raises:
+        MisconfigurationException: if a value is none of them.
+    """
+    for name, (value, choices) in settings.items():
+        if value is not None and value not in get_args(choices):
+            raise MisconfigurationException(
+                f"model.net.{name}={value!r} must be one of {', '.join(get_args(choices))}."
+            )
+
+
+def package(name: str) -> Any:
+    """Return an imported package of the extra ``lm``.
+
+    Raises:
+        MisconfigurationException: if it isn't installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MisconfigurationException(
+            f"model.net=CausalLM needs the package {name}; pip install 'pfl-lightning[lm]'."
+        ) from error
+
+
+def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) -> Any:
+    """Return a pretrained model of transformers, in training mode; the arguments are those of `CausalLM`.
+
+    Raises:
+        MisconfigurationException: if there is no such model, or it can't be loaded in this way.
+    """
+    transformers = package("transformers")
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    if quantize is not None:
+        package("bitsandbytes")
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**{f"load_in_{quantize}": True})
+    folder = model
+    if not Path(model).is_dir():
+        try:
+            # looked up first: in places transformers asks the network for names, whatever `local_files_only` says
+            folder = package("huggingface_hub").snapshot_download(model, local_files_only=True)
+        # of a name that can't be one, or of a model that isn't there
+        except (OSError, ValueError) as error:
+            raise MisconfigurationException(
+                f"model.net.model={model!r} is no folder, and the hub's cache has no such model; give the folder of a "
+                f"saved model, or download it first by: hf download {model}"
+            ) from error
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    # transformers raises many types, its own ones and those of the packages below
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise MisconfigurationException(
+            f"model.net.model={model!r} can't be loaded as a causal language model ({type(error).__name__}: {reason}); "
+            "give a folder with config.json and weights, as by save_pretrained, or other settings of model.net."
+        ) from error
+    # the name under which saved adapters remember their base
+    loaded.name_or_path = model
+    # a layer that is given in evaluation mode stays there, and has no dropout
+    return loaded.train()
+
+
+def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_classes: int) -> None:
+    """Check that a model knows all tokens and positions of the data.
+
+    Args:
+        config: the model's configuration.
+        model: its name.
+        input_shape: shape of one sample.
+        num_classes: number of tokens of the task.
+
+    Raises:
+        MisconfigurationException: if the model has fewer.
+    """
+    if num_classes > config.vocab_size:
+        raise MisconfigurationException(
+            f"model.net.model={model!r} has a vocabulary of {config.vocab_size} tokens, and the task has "
+            f"{num_classes}; take the tokenizer that belongs to the model."
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if len(input_shape) == 1 and longest and input_shape[0] > longest:
+        raise MisconfigurationException(
+            f"model.net.model={model!r} takes texts of up to {longest} tokens, and data have {input_shape[0]}; cut "
+            "them to this length."
+        )
+
+
+def adapt(model: Any, lora: dict[str, Any]) -> Any:
+    """Return a model as a ``PeftModel`` with fresh adapters.
+
+    Args:
+        model: the model, frozen.
+        lora: settings, as for `CausalLM`.
+
+    Raises:
+        MisconfigurationException: if peft refuses the settings.
+    """
+    peft = package("peft")
+    settings = {SHORT.get(name, name): value for name, value in lora.items()}
+    # the layers of GPT-2 have transposed weights
+    settings.setdefault("fan_in_fan_out", any(type(layer).__name__ == "Conv1D" for layer in model.modules()))
+    try:
+        with warnings.catch_warnings():
+            # peft asks by a name that transformers has renamed
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")
+            return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    # peft checks settings by exceptions of several types
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise MisconfigurationException(
+            f"model.net.lora={lora}: peft can't make such adapters ({reason}); give r, alpha, targets, dropout, "
+            "rslora, dora, or settings of peft.LoraConfig."
+        ) from error
+
+
+def check_head(net: CausalLM, whole: nn.Module, model: str) -> None:
+    """Check that nothing comes after a model's output layer, such as a bound on logits.
+
+    Args:
+        net: the net.
+        whole: the model.
+        model: its name.
+
+    Raises:
+        MisconfigurationException: if the net's logits aren't those of the model.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(net.parameters()).device)
+    with kept_modes(whole), torch.no_grad():
+        whole.eval()
+        expected, logits = whole(input_ids=tokens).logits[..., : net.classifier.tokens], net(tokens)
+    if not torch.allclose(logits, expected.to(logits.dtype), atol=1e-4, rtol=1e-2):
+        raise MisconfigurationException(
+            f"model.net.model={model!r} computes its logits after the output layer, which CausalLM can't cut; take "
+            "another model, such as one of the Llama, Qwen or GPT-2 families."
+        )
