@@ -39,6 +39,7 @@ REASONS = {
     "FedFomo": "sends affinity beside weights",
     "FedGen": "needs generator and labels beside weights",
     "FedGH": "sends prototypes beside weights",
+    "FedKD": "sends factors and rest beside weights",
     "FedMD": "sends predictions beside weights",
     "FedNova": "sends normalizer and steps beside weights",
     "FedPM": "sends masks beside weights",

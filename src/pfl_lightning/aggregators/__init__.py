@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
+    from pfl_lightning.methods.fedkd import LowRankAverage
     from pfl_lightning.methods.fedlaw import FedLAW
     from pfl_lightning.methods.fedmd import Consensus
     from pfl_lightning.methods.fednh import FedNH
@@ -100,6 +101,7 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "LowRankAverage",
     "MaskedAverage",
     "Mean",
     "ModelPool",
@@ -155,6 +157,7 @@ SERVERS = {
     "KTpFLWeight": "kt_pfl_weight",
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
+    "LowRankAverage": "fedkd",
     "MaskedAverage": "fedselect",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",

@@ -47,6 +47,7 @@ from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
@@ -123,6 +124,7 @@ __all__ = [
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedKD",
     "FedLC",
     "FedMD",
     "FedNTD",

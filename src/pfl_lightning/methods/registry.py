@@ -146,6 +146,7 @@ METHODS = (
     Method("MR-MTL", m.MRMTL),
     Method("APFL", m.APFL),
     Method("FML", m.FML),
+    Method("FedKD", m.FedKD),
     Method("FedPHP", m.FedPHP),
     Method("FedBN", m.FedBN),
     Method("FedPer", m.FedPer),
