@@ -42,6 +42,7 @@ REASONS = {
     "FedKD": "sends factors and rest beside weights",
     "FedMD": "sends predictions beside weights",
     "FedNova": "sends normalizer and steps beside weights",
+    "FedPCL": "sends prototypes beside weights",
     "FedPM": "sends masks beside weights",
     "FedProto": "sends prototypes beside weights",
     "FedSelect": "sends masks beside weights",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fednova import NormalizedAverage
     from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+    from pfl_lightning.methods.fedpcl import PrototypeTables
     from pfl_lightning.methods.fedpm import BetaMean
     from pfl_lightning.methods.fedrema import FedReMa
     from pfl_lightning.methods.fedselect import MaskedAverage
@@ -107,6 +108,7 @@ __all__ = [
     "ModelPool",
     "NormalizedAverage",
     "PFedSim",
+    "PrototypeTables",
     "Server",
     "TrainablePrototypes",
     "WeightedAverage",
@@ -161,6 +163,7 @@ SERVERS = {
     "MaskedAverage": "fedselect",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
+    "PrototypeTables": "fedpcl",
     "SCAFFOLD": "scaffold",
     "TrainablePrototypes": "fedtgp",
 }

@@ -54,6 +54,7 @@ from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
 from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedpac import PACClient
+from pfl_lightning.methods.fedpcl import FedPCL
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.fedphp import FedPHP
 from pfl_lightning.methods.fedpm import FedPM
@@ -129,6 +130,7 @@ __all__ = [
     "FedMD",
     "FedNTD",
     "FedNova",
+    "FedPCL",
     "FedPHP",
     "FedPM",
     "FedPer",

@@ -1,4 +1,4 @@
-r"""FedKD: a personal teacher and a shared student teach each other, and the student's changes travel as low-rank factors.
+r"""FedKD: a personal teacher and a student teach each other, and the student's changes travel as low-rank factors.
 
 Source: Wu et al., 2022 (https://arxiv.org/abs/2108.13323). Symbols: T is the teacher, S the student, z their logits, q
 the softmax of z, h their features; x is the received student, y the one after training.
@@ -41,8 +41,9 @@ class FedKD(PersonalNet, FedAvg):
     The facts are the released code's and PFLlib's: divergences are means over samples and classes. Here T and S have
     the same architecture and start from the common initial model, as in PFLlib, which compresses the student's
     parameters and not their change; the released code compares all layers of transformers without W. In both a matrix
-    that needs its full rank is sent as zero. PFLlib clips the gradients of T, S and W at the norm 10, each for itself. Where a client's
-    losses go to 0, as with samples of one class, the fractions grow: give ``trainer.gradient_clip_val``.
+    that needs its full rank is sent as zero. PFLlib clips the gradients of T, S and W at the norm 10, each for itself.
+    Where a client's losses go to 0, as with samples of one class, the fractions grow: give
+    ``trainer.gradient_clip_val``.
     Source: Wu et al., 2022 (https://arxiv.org/abs/2108.13323); wuch15/FedKD@9b9e63f; TsingZ0/PFLlib@d832e76.
 
     Args:

@@ -175,6 +175,7 @@ METHODS = (
     Method("IFCA", m.IFCA),
     Method("FedDistill", m.FedDistill),
     Method("FedProto", m.FedProto),
+    Method("FedPCL", m.FedPCL),
     Method("FedTGP", m.FedTGP),
     Method("FedGH", m.FedGH),
     Method("FedPAC", m.PACClient),
