@@ -123,7 +123,7 @@ def test_what_travels_and_stays_is_measured(rows):
 def test_who_sends_vectors_by_class_shows_its_classes(rows):
     needs = {row["method"]: row["needs"] for row in rows}
     shown = [name for name, need in needs.items() if need == "classes"]
-    assert shown == ["FedDistill", "FedTGP", "FedGH", "FedReMa+F", "FedReMa+AF"]
+    assert shown == ["FedDistill", "FedPCL", "FedTGP", "FedGH", "FedReMa+F", "FedReMa+AF"]
     assert needs["FedProto"] == needs["FedPAC"] == "class counts"
 
 

@@ -16,6 +16,7 @@ from pfl_lightning.flower.template import Refused, Spec, check, check_counts, ch
         ({9: torch.ones(2)}, {0: torch.zeros(2), 3: torch.zeros(2)}),
         ({}, {0: torch.zeros(2)}),
         ([None, "text"], [None, str]),
+        ([torch.ones(5, 2), torch.ones(2, 3)], [torch.ones(5, 0), torch.ones(0, 3)]),
     ],
 )
 def test_what_looks_like_its_template(record, like):
@@ -30,6 +31,7 @@ def test_what_looks_like_its_template(record, like):
         ({"client": True}, {"client": int}, "record.client is bool and should be int."),
         ({"w": torch.ones(2)}, {"w": torch.ones(3)}, "record.w is float32 [2] and should be float32 [3]."),
         ({"w": torch.ones(3).half()}, {"w": torch.ones(3)}, "record.w is float16 [3] and should be float32 [3]."),
+        ([torch.ones(4, 2)], [torch.ones(5, 0)], "record.0 is float32 [4, 2] and should be float32 [5, 0]."),
         ({"w": 3}, {"w": torch.ones(3)}, "record.w is int and should be float32 [3]."),
         ({"w": torch.ones(3)}, {"w": {}}, "record.w is float32 [3] and should be dict."),
         ({10: torch.ones(2)}, {0: torch.ones(2)}, "record has the entry 10, which is none of 0 to 9."),

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
+    from pfl_lightning.methods.fedkd import LowRankAverage
     from pfl_lightning.methods.fedlaw import FedLAW
     from pfl_lightning.methods.fedmd import Consensus
     from pfl_lightning.methods.fednh import FedNH
     from pfl_lightning.methods.fednova import NormalizedAverage
     from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+    from pfl_lightning.methods.fedpcl import PrototypeTables
     from pfl_lightning.methods.fedpm import BetaMean
     from pfl_lightning.methods.fedrema import FedReMa
     from pfl_lightning.methods.fedselect import MaskedAverage
@@ -100,11 +102,13 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "LowRankAverage",
     "MaskedAverage",
     "Mean",
     "ModelPool",
     "NormalizedAverage",
     "PFedSim",
+    "PrototypeTables",
     "Server",
     "TrainablePrototypes",
     "WeightedAverage",
@@ -155,9 +159,11 @@ SERVERS = {
     "KTpFLWeight": "kt_pfl_weight",
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
+    "LowRankAverage": "fedkd",
     "MaskedAverage": "fedselect",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
+    "PrototypeTables": "fedpcl",
     "SCAFFOLD": "scaffold",
     "TrainablePrototypes": "fedtgp",
 }

@@ -34,7 +34,7 @@ from pfl_lightning.flower.template import (
     plain,
 )
 from pfl_lightning.flower.wire import unpack
-from pfl_lightning.messages import Message, Restored, StateDict, num_bytes
+from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tensors
 
 ANSWER_BYTES = 1 << 20
 """Largest size of the tensors in a client's metrics, in bytes."""
@@ -373,6 +373,9 @@ class Remote(Engine):
             travelling = self._compressed_look(job, like) if compressed else like
             # entries by class or client can be more than in the template, and an exact limit would refuse sound updates
             limit = 2 * num_bytes(travelling)
+            # tensors of a free size, such as factors of a rank that depends on data, stand for shared entries
+            if not all(tensor.numel() for tensor in tensors(travelling)):
+                limit += 2 * num_bytes(self.modules[self.architecture_of(client)].shared_state())
             update = unpack(content, f"{client}/update", travelling, self._sketches.keys(self.link.clients), limit)
             if compressed:
                 update["weights"] = self._restored(job, update["weights"], like["weights"])

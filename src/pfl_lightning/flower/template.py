@@ -61,6 +61,8 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
     Traceback (most recent call last):
     pfl_lightning.flower.template.Refused: record.w is float32 [3] and should be float32 [2].
 
+    A tensor of the template without elements stands for any size along its dimensions of size 0.
+
     Args:
         record: tensors, or `Spec` in the place of tensors, in dicts, lists and tuples, beside numbers, texts and None.
         like: the template, a record with any values. A type, such as ``float``, stands for any value of the type; a
@@ -74,7 +76,7 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
     """
     if isinstance(like, Tensor | Spec):
         found, wanted = spec_of(record), spec_of(like)
-        if found is None or wanted is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        if found is None or wanted is None or found.dtype != wanted.dtype or not fits(found.shape, wanted.shape):
             raise Refused(f"{where} is {found or type(record).__name__} and should be {wanted}.")
     elif isinstance(like, type):
         check_type(record, like, where)
@@ -89,6 +91,19 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
             check(part, of, keys, f"{where}.{index}")
     else:
         check_type(record, type(like), where)
+
+
+def fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether a shape is another one, where a size of 0 in the other stands for any size.
+
+    >>> fits((5, 2), (5, 0)), fits((4, 2), (5, 0)), fits((5,), (5, 0))
+    (True, False, False)
+
+    Args:
+        shape: the shape.
+        wanted: the other one.
+    """
+    return len(shape) == len(wanted) and all(want in (0, size) for size, want in zip(shape, wanted, strict=True))
 
 
 def check_type(value: Any, wanted: type, where: str) -> None:

@@ -47,12 +47,14 @@ from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
 from pfl_lightning.methods.fedntd import FedNTD
 from pfl_lightning.methods.fedpac import PACClient
+from pfl_lightning.methods.fedpcl import FedPCL
 from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.fedphp import FedPHP
 from pfl_lightning.methods.fedpm import FedPM
@@ -123,10 +125,12 @@ __all__ = [
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedKD",
     "FedLC",
     "FedMD",
     "FedNTD",
     "FedNova",
+    "FedPCL",
     "FedPHP",
     "FedPM",
     "FedPer",
