@@ -20,6 +20,7 @@ FIT = {
     *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
     *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
     *("FENDA", "FedETF", "FedGELA", "FedSR", "MRMTL", "PerFCL"),
+    *("FedIT", "FFALoRA", "FedSALoRA"),
 }
 """Client modules of which others learn by weights alone."""
 REASONS = {

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
+    from pfl_lightning.methods.fedit import AdapterAverage
     from pfl_lightning.methods.fedlaw import FedLAW
     from pfl_lightning.methods.fedmd import Consensus
     from pfl_lightning.methods.fednh import FedNH
@@ -61,6 +62,7 @@ __all__ = [
     "CFL",
     "LDAWA",
     "SCAFFOLD",
+    "AdapterAverage",
     "AdaptiveProximal",
     "AffinityPool",
     "Aggregator",
@@ -117,6 +119,7 @@ __all__ = [
 ]
 
 SERVERS = {
+    "AdapterAverage": "fedit",
     "AdaptiveProximal": "adaptive_fedprox",
     "AffinityPool": "fedfomo",
     "BetaMean": "fedpm",

@@ -47,6 +47,7 @@ from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
@@ -60,12 +61,14 @@ from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
+from pfl_lightning.methods.fedsa_lora import FedSALoRA
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.fedselect import FedSelect
 from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
+from pfl_lightning.methods.ffa_lora import FFALoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
@@ -105,6 +108,7 @@ __all__ = [
     "CosineClassifier",
     "Ditto",
     "Ensemble",
+    "FFALoRA",
     "FeatureAlignment",
     "FedALA",
     "FedAS",
@@ -123,6 +127,7 @@ __all__ = [
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedIT",
     "FedLC",
     "FedMD",
     "FedNTD",
@@ -134,6 +139,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedSAM",
     "FedSR",
     "FedSelect",

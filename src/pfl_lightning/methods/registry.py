@@ -188,6 +188,9 @@ METHODS = (
     Method("FedReMa+A", m.AlternateTraining, a.FedReMa),
     Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=a.FedReMa),
     Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=a.FedReMa),
+    Method("FedIT", m.FedIT),
+    Method("FFA-LoRA", m.FFALoRA),
+    Method("FedSA-LoRA", m.FedSALoRA),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 
