@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedrema import FedReMa
     from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
+    from pfl_lightning.methods.flexlora import ProductAverage
+    from pfl_lightning.methods.hetlora import NormAverage
     from pfl_lightning.methods.ifca import ClusterModels
     from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
     from pfl_lightning.methods.kt_pfl import KTpFL
@@ -105,8 +107,10 @@ __all__ = [
     "MaskedAverage",
     "Mean",
     "ModelPool",
+    "NormAverage",
     "NormalizedAverage",
     "PFedSim",
+    "ProductAverage",
     "Server",
     "TrainablePrototypes",
     "WeightedAverage",
@@ -159,8 +163,10 @@ SERVERS = {
     "KnowledgeCoefficients": "knowledge_coefficients",
     "LDAWA": "ldawa",
     "MaskedAverage": "fedselect",
+    "NormAverage": "hetlora",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
+    "ProductAverage": "flexlora",
     "SCAFFOLD": "scaffold",
     "TrainablePrototypes": "fedtgp",
 }

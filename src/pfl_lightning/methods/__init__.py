@@ -69,9 +69,11 @@ from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
+from pfl_lightning.methods.flexlora import FlexLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
+from pfl_lightning.methods.hetlora import HetLoRA
 from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
@@ -86,6 +88,7 @@ from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.pooled import Pooled
 from pfl_lightning.methods.q_fedavg import QFedAvg
+from pfl_lightning.methods.rolora import RoLoRA
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
@@ -145,7 +148,9 @@ __all__ = [
     "FedSelect",
     "FedTGP",
     "FedUV",
+    "FlexLoRA",
     "GrowingEpochs",
+    "HetLoRA",
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",
@@ -159,6 +164,7 @@ __all__ = [
     "PerFedAvg",
     "Pooled",
     "QFedAvg",
+    "RoLoRA",
 ]
 
 # hidden from type checkers, which would take any name for one of the package

@@ -1,9 +1,10 @@
 """FedIT: clients train low-rank adapters, and the server averages both factors."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
-from pfl_lightning.aggregators.adapters import pairs, product_error
+from pfl_lightning.aggregators.adapters import Pair, pairs, product_error
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedavg import FedAvg
 
@@ -52,7 +53,28 @@ class AdapterAverage(WeightedAverage):
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, Any]:
         """Average the models; log the error of the products."""
-        logs = super().aggregate(updates, round)
-        if not updates or not self.measures:
-            return logs
-        return logs | {"product_error": product_error(updates, client_weights(updates, self.weighting), self.scales)}
+        if not updates:
+            return {}
+        weights = self.client_weights(updates)
+        self.average(updates, weights)
+        if not self.measures:
+            return {} if self.mean is None else self.left_out()
+        return {"product_error": product_error(updates, weights, self.sent(updates))}
+
+    def client_weights(self, updates: Updates) -> Mapping[int, float]:
+        """Return each client's weight in the mean, by id.
+
+        Args:
+            updates: updates by client id, at least one.
+        """
+        return client_weights(updates, self.weighting)
+
+    def sent(self, updates: Updates) -> dict[Pair, float]:
+        """Return the pairs that clients sent whole, with their scales.
+
+        Args:
+            updates: updates by client id, at least one.
+        """
+        # clients of RoLoRA send one of the two
+        names = updates[min(updates)]["weights"].keys()
+        return {pair: scale for pair, scale in self.scales.items() if {pair.a, pair.b} <= names}

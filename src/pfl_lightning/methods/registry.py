@@ -191,6 +191,9 @@ METHODS = (
     Method("FedIT", m.FedIT),
     Method("FFA-LoRA", m.FFALoRA),
     Method("FedSA-LoRA", m.FedSALoRA),
+    Method("RoLoRA", m.RoLoRA),
+    Method("FlexLoRA", m.FlexLoRA),
+    Method("HetLoRA", m.HetLoRA),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 
