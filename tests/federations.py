@@ -21,7 +21,7 @@ from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
 from pfl_lightning.engines import Job, Outcome, Sequential
 from pfl_lightning.messages import Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.nets import Net
+from pfl_lightning.nets import Adapted, Net
 
 FEATURES, CLASSES, HIDDEN = 6, 3, 5
 SIZES = (24, 16, 30, 20)
@@ -109,9 +109,15 @@ def blobs(*sizes: int, by_class: bool = False, data: type[Blobs] = Blobs, **sett
     return data(num_clients=len(sizes), partitioner=partitioner, **{"batch_size": 5, **settings})
 
 
+def fitting(cls: Callable[..., Any], net: Any) -> Any:
+    """A net for a method, with low-rank adapters if it is about these."""
+    kind = getattr(cls, "func", cls)
+    return partial(Adapted, net=net, rank=2, alpha=3.0) if "adapters" in kind.requires else net
+
+
 def make_client(cls: Callable[..., FedAvg] = FedAvg, seed: int = 3, **settings: Any) -> Any:
     lightning.seed_everything(seed, verbose=False)
-    settings = {"net": plain, "optimizer": MOMENTUM, **settings}
+    settings = {"optimizer": MOMENTUM, **settings, "net": fitting(cls, settings.get("net", plain))}
     return cls(input_shape=(FEATURES,), num_classes=CLASSES, **settings)
 
 

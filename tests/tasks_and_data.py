@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from federations import fitting
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.nets import Net
@@ -101,4 +102,10 @@ def client_of(kind: Kind, method: type[ClientModule], **settings: Any) -> Client
     """A client module for a kind, always with the same first weights."""
     torch.manual_seed(0)
     shape = tuple(kind.x.shape[1:])
-    return method(net=kind.net, input_shape=shape, task=kind.task, optimizer=partial(SGD, lr=kind.rate), **settings)
+    return method(
+        net=fitting(method, kind.net),
+        input_shape=shape,
+        task=kind.task,
+        optimizer=partial(SGD, lr=kind.rate),
+        **settings,
+    )

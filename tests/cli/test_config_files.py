@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
+from pfl_lightning import methods
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedrema import is_over
 from pfl_lightning.nets import ResNet18
@@ -142,6 +143,8 @@ def test_a_pair_runs(pair, tiny, monkeypatch):
     small += "" if "digits" in data.stem else " --trainer.clients_per_round 2"
     if method.stem in ("kt_pfl", "feddf", "fedmd"):
         small += f" --data.public {load(data)['data']['class_path']} --data.public.root {root} --data.public_samples 50"
+    if "adapters" in getattr(methods, load(method)["model"]["class_path"]).requires:
+        small += f" --model.net Adapted --model.net.net {load(data)['model']['init_args']['net']['class_path']}"
     pfl(f"fit --config {method} --config {data} {small} --trainer.max_rounds 1 {QUIET}")
     (run,) = Path("runs").glob("*/version_0")
     outcome = summary(str(run.relative_to("runs")))

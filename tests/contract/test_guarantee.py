@@ -20,6 +20,7 @@ FIT = {
     *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
     *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
     *("FENDA", "FedETF", "FedGELA", "FedSR", "MRMTL", "PerFCL"),
+    *("FedIT", "FFALoRA", "FedSALoRA"),
 }
 """Client modules of which others learn by weights alone."""
 REASONS = {
@@ -36,6 +37,9 @@ REASONS = {
     "FedDGGA": "sends received_error and trained_error beside weights",
     "FedDistill": "sends outputs beside weights",
     "FedDyn": "needs mean_samples beside weights",
+    "FlexLoRA": "doesn't set client_level",
+    "HetLoRA": "doesn't set client_level",
+    "RoLoRA": "doesn't set client_level",
     "FedFomo": "sends affinity beside weights",
     "FedGen": "needs generator and labels beside weights",
     "FedGH": "sends prototypes beside weights",

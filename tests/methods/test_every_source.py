@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
-from federations import MOMENTUM, make_trainer, noisy, points
+from federations import MOMENTUM, fitting, make_trainer, noisy, points
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import ClientDatasets, TableData
 from pfl_lightning.methods.registry import METHODS
@@ -47,7 +47,7 @@ def after_two_rounds(method, source, engine):
     """Return each client's test metrics, by client."""
     record, data = RoundLogger(), SOURCES[source]()
     torch.manual_seed(0)
-    make = partial(method.client, noisy, data.input_shape, optimizer=MOMENTUM)
+    make = partial(method.client, fitting(method.client, noisy), data.input_shape, optimizer=MOMENTUM)
     trainer = make_trainer(max_rounds=2, engine=engine, callbacks=[record])
     trainer.fit(
         make(task=data.task, **SETTINGS.get(method.name, {})), datamodule=data, aggregator=method.new_aggregator()

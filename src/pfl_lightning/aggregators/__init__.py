@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.feddg_ga import GeneralizationAdjustment
     from pfl_lightning.methods.feddisco import FedDisco
     from pfl_lightning.methods.feddyn import DynamicAverage
+    from pfl_lightning.methods.fedex_lora import ResidualAverage
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
+    from pfl_lightning.methods.fedit import AdapterAverage
     from pfl_lightning.methods.fedkd import LowRankAverage
     from pfl_lightning.methods.fedlaw import FedLAW
     from pfl_lightning.methods.fedmd import Consensus
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedrema import FedReMa
     from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
+    from pfl_lightning.methods.flexlora import ProductAverage
+    from pfl_lightning.methods.flora import StackedAverage
+    from pfl_lightning.methods.hetlora import NormAverage
     from pfl_lightning.methods.ifca import ClusterModels
     from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
     from pfl_lightning.methods.kt_pfl import KTpFL
@@ -63,6 +68,7 @@ __all__ = [
     "CFL",
     "LDAWA",
     "SCAFFOLD",
+    "AdapterAverage",
     "AdaptiveProximal",
     "AffinityPool",
     "Aggregator",
@@ -106,10 +112,14 @@ __all__ = [
     "MaskedAverage",
     "Mean",
     "ModelPool",
+    "NormAverage",
     "NormalizedAverage",
     "PFedSim",
+    "ProductAverage",
     "PrototypeTables",
+    "ResidualAverage",
     "Server",
+    "StackedAverage",
     "TrainablePrototypes",
     "WeightedAverage",
     "Weighting",
@@ -121,6 +131,7 @@ __all__ = [
 ]
 
 SERVERS = {
+    "AdapterAverage": "fedit",
     "AdaptiveProximal": "adaptive_fedprox",
     "AffinityPool": "fedfomo",
     "BetaMean": "fedpm",
@@ -161,10 +172,14 @@ SERVERS = {
     "LDAWA": "ldawa",
     "LowRankAverage": "fedkd",
     "MaskedAverage": "fedselect",
+    "NormAverage": "hetlora",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
     "PrototypeTables": "fedpcl",
+    "ProductAverage": "flexlora",
+    "ResidualAverage": "fedex_lora",
     "SCAFFOLD": "scaffold",
+    "StackedAverage": "flora",
     "TrainablePrototypes": "fedtgp",
 }
 """Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""

@@ -21,14 +21,23 @@ from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Updates, digest, num_bytes
 from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.registry import METHODS, Method
-from pfl_lightning.nets import CNN, MLP, CifarResNet
+from pfl_lightning.nets import CNN, MLP, Adapted, CifarResNet
 from pfl_lightning.trainer import FederatedTrainer
 
 CLIENTS = 4
 """Number of clients in the measured federations, which ``methods_table.NOTE`` names too."""
 
-NETS: dict[type[ClientModule], Any] = {FedBN: CifarResNet}
-"""Nets for client modules that need layers missing in the CNN, such as BatchNorm."""
+
+def net_of(client: type[ClientModule], net: Any = CNN) -> Any:
+    """Return a builder of a net with the layers that a client module is about, such as BatchNorm or adapters.
+
+    Args:
+        client: the client module.
+        net: builds the net that is used without such layers.
+    """
+    if client is FedBN:
+        return CifarResNet
+    return partial(Adapted, net=net) if "adapters" in client.requires else net
 
 
 class Crowd(FederatedDataModule):
@@ -143,7 +152,7 @@ def describe(method: Method) -> dict[str, str]:
     Args:
         method: the method.
     """
-    data, traffic, net = Crowd(), Traffic(), NETS.get(method.client, CNN)
+    data, traffic, net = Crowd(), Traffic(), net_of(method.client)
     federation = fit(method, data, net, traffic, max_rounds=2)
     model = num_bytes(net(data.input_shape, data.num_classes).state_dict())
     # personal payloads: clients receive different bytes
@@ -165,7 +174,9 @@ def describe(method: Method) -> dict[str, str]:
     }
     paper, url = method.paper
     client, aggregator = method.pair
-    bodies = [partial(MLP, hidden=(16,)), partial(MLP, hidden=(24, 16))]
+    bodies = [partial(MLP, hidden=hidden) for hidden in ((16,), (24, 16))]
+    if "adapters" in method.client.requires:
+        bodies = [net_of(method.client, body) for body in bodies]
     return {
         "method": method.name,
         "paper": paper,

@@ -17,7 +17,8 @@ SHORT = ("method", "paper", "configuration", "up", "stays")
 
 NOTE = """\
 Measured in the second round of 4 clients that all take part, with default settings, 10 classes and the CNN
-(FedBN: CifarResNet, for its BatchNorm layers). Up and down: what a client sends and receives per round. Stays:
+(FedBN: CifarResNet, for its BatchNorm layers; methods of adapters: Adapted, the CNN with frozen features and
+adapters of rank 8). Up and down: what a client sends and receives per round. Stays:
 what a client keeps between rounds. All three are in bytes, as multiples of the model's. "Of its own": clients
 receive different payloads. Needs, "classes": updates show which classes a client holds; "class counts": also
 how many samples of each. Different nets: clients may have nets with different bodies, if their features have

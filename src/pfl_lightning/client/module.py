@@ -118,7 +118,7 @@ class ClientModule(LightningModule):
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Requirements on data and net: ``classes``, one a sample, or ``vector features`` ``[n, d]``."""
+    """Requirements on data and net: ``classes``, one a sample; ``vector features`` ``[n, d]``; lora ``adapters``."""
     pools: ClassVar[bool] = False
     """True if one client trains for all in each round, on the training samples of all clients."""
     client_level: ClassVar[bool] = False

@@ -6,6 +6,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.nets.modes import kept_modes
@@ -34,12 +35,19 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         data: the data module, set up.
 
     Raises:
-        MisconfigurationException: if the tasks differ, or the net's outputs aren't those that task and method need.
+        MisconfigurationException: if the tasks differ, the net lacks adapters that the method is about, or the net's
+            outputs aren't those that task and method need.
     """
     if module.task != data.task:
         raise MisconfigurationException(
             f"model.task={module.task}, and {type(data).__name__} has {data.task}; make the client module with "
             "task=data.task."
+        )
+    name = type(module.net).__name__
+    if "adapters" in module.requires and not pairs(module.state_dict()):
+        raise MisconfigurationException(
+            f"model {type(module).__name__} is about low-rank adapters, and model.net={name} has none (no lora_A and "
+            "lora_B); take the net Adapted, or a model of peft, or a method for any net, such as FedAvg."
         )
     if data.at_sites:
         # the server of a deployment has no samples; each site checks for itself
@@ -47,7 +55,6 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     # not `module.device`: during setup, Lightning already reports the device to which the module will move
     where = next(module.parameters()).device
     samples = data.part(0, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
-    name = type(module.net).__name__
     # a trial finds a wrong shape now, with both shapes in the error, rather than in the first round of some client
     try:
         with kept_modes(module), isolate_rng(), torch.no_grad():

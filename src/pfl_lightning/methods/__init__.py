@@ -41,12 +41,15 @@ from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
 from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
+from pfl_lightning.methods.feddpa import FedDPA
 from pfl_lightning.methods.feddyn import FedDyn
 from pfl_lightning.methods.fedetf import FedETF
+from pfl_lightning.methods.fedex_lora import FedExLoRA
 from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedmd import FedMD
@@ -62,15 +65,20 @@ from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
+from pfl_lightning.methods.fedsa_lora import FedSALoRA
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.fedselect import FedSelect
 from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
+from pfl_lightning.methods.ffa_lora import FFALoRA
+from pfl_lightning.methods.flexlora import FlexLoRA
+from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
+from pfl_lightning.methods.hetlora import HetLoRA
 from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
@@ -85,6 +93,7 @@ from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
 from pfl_lightning.methods.pooled import Pooled
 from pfl_lightning.methods.q_fedavg import QFedAvg
+from pfl_lightning.methods.rolora import RoLoRA
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
@@ -107,6 +116,8 @@ __all__ = [
     "CosineClassifier",
     "Ditto",
     "Ensemble",
+    "FFALoRA",
+    "FLoRA",
     "FeatureAlignment",
     "FedALA",
     "FedAS",
@@ -118,13 +129,16 @@ __all__ = [
     "FedClassAvg",
     "FedDBE",
     "FedDGGA",
+    "FedDPA",
     "FedDistill",
     "FedDyn",
     "FedETF",
+    "FedExLoRA",
     "FedFomo",
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedIT",
     "FedKD",
     "FedLC",
     "FedMD",
@@ -138,12 +152,15 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSALoRA",
     "FedSAM",
     "FedSR",
     "FedSelect",
     "FedTGP",
     "FedUV",
+    "FlexLoRA",
     "GrowingEpochs",
+    "HetLoRA",
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",
@@ -157,6 +174,7 @@ __all__ = [
     "PerFedAvg",
     "Pooled",
     "QFedAvg",
+    "RoLoRA",
 ]
 
 # hidden from type checkers, which would take any name for one of the package

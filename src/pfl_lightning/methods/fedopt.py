@@ -25,7 +25,7 @@ class ServerSteps(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Start from the common initial model, without moments."""
         super().setup(server)
-        self.learnable = server.parameter_names(remove_duplicate=False)
+        self.learnable = set(server.parameter_names(remove_duplicate=False))
         self.state |= {"m": {}, "v": {}}
 
     def move(self, target: StateDict) -> None:
@@ -35,13 +35,13 @@ class ServerSteps(WeightedAverage):
             target: the model of a server that only averages: x + Δ, with buffers.
         """
         x, moved = self.state["weights"], dict(target)
-        for name in self.learnable:
+        for name in self.learnable & target.keys():
             # uploads may be in half precision; moments are float32 or better
             y = target[name].to(torch.promote_types(target[name].dtype, torch.float32))
             change = y - x[name].to(y)
             # x + step, computed as y + (step - Δ): a step equal to Δ then ends at the mean bit for bit
             moved[name] = (y + (self.step(name, change) - change)).to(target[name].dtype)
-        self.state["weights"] = moved
+        self.state["weights"] = x | moved
 
     def step(self, name: str, change: Tensor) -> Tensor:
         """Update the moments of an entry by Δ, and return the step.

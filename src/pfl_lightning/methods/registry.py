@@ -190,6 +190,15 @@ METHODS = (
     Method("FedReMa+A", m.AlternateTraining, a.FedReMa),
     Method("FedReMa+F", m.FeatureAlignment, aligned_fedrema, source=a.FedReMa),
     Method("FedReMa+AF", m.AlternateAlignment, aligned_fedrema, source=a.FedReMa),
+    Method("FedIT", m.FedIT),
+    Method("FFA-LoRA", m.FFALoRA),
+    Method("FedSA-LoRA", m.FedSALoRA),
+    Method("RoLoRA", m.RoLoRA),
+    Method("FlexLoRA", m.FlexLoRA),
+    Method("HetLoRA", m.HetLoRA),
+    Method("FedEx-LoRA", m.FedExLoRA),
+    Method("FLoRA", m.FLoRA),
+    Method("FedDPA", m.FedDPA),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 

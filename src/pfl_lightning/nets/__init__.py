@@ -1,5 +1,6 @@
 """Networks, each made of a feature extractor and a classifier."""
 
+from pfl_lightning.nets.adapted import Adapted
 from pfl_lightning.nets.alexnet import AlexNet
 from pfl_lightning.nets.any_module import cut_net
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
@@ -26,6 +27,7 @@ from pfl_lightning.nets.vit import ViT
 __all__ = [
     "CNN",
     "MLP",
+    "Adapted",
     "AlexNet",
     "AlexNetFeatures",
     "CausalLM",
