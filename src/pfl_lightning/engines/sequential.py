@@ -307,7 +307,7 @@ class Sequential(Engine):
                     left, since = left - 1, since + 1
                     # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
                     ends = since == self.work.accumulate or not left
-                    yield x, y, ends
+                    yield *self.module.task.shortened(x, y), ends
                     if ends:
                         since, made = 0, made + 1
                         if made == steps:

@@ -1,6 +1,7 @@
 """Prediction of the next token at each position of a text."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
 
 
@@ -26,11 +28,15 @@ class NextToken(Task):
         vocabulary: number of tokens.
         ignore_index: target of positions that don't count, such as padding.
         exact_match: measure ``exact_match`` too.
+        cut_padding: cut off the positions behind a batch's last counted one, before the net sees them, in evaluations
+            and, but for the engine ``vectorised``, in training. Only for nets that take texts of any length, and
+            whose outputs depend on earlier positions alone.
     """
 
     vocabulary: int
     ignore_index: int = -100
     exact_match: bool = False
+    cut_padding: bool = False
 
     monitor = "perplexity"
     mode = "min"
@@ -49,6 +55,18 @@ class NextToken(Task):
     def weight(self, target: Tensor) -> Tensor:
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
+
+    def shortened(self, x: Any, target: Tensor) -> tuple[Any, Tensor]:
+        """Return a batch of texts as long as its last counted position; see `Task.shortened`."""
+        if not self.cut_padding:
+            return x, target
+        size = target.shape[-1]
+        counted = (target != self.ignore_index).flatten(0, -2).any(0).nonzero()
+        # multiples of 8: few different shapes, which matrix products on GPUs prefer
+        length = -(-(int(counted[-1]) + 1) // 8) * 8 if len(counted) else min(size, 8)
+        if length >= size:
+            return x, target
+        return tree_map(lambda t: t[..., :length] if t.shape[-1] == size else t, x), target[..., :length]
 
     def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
         """Return the logarithms of the mean probabilities; see `Task.combined`."""

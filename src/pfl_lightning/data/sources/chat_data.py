@@ -97,7 +97,6 @@ class ChatData(OwnedData):
         packing: put several conversations of a client into a sample, as many as fit. Inputs are then a dict of
             ``input_ids`` and ``position_ids``, which begin at 0 in each conversation.
         chat_template: a template in Jinja, a file with one, or ``plain`` for `PLAIN`; None takes the tokenizer's.
-        vocabulary: number of tokens of the net; None takes the tokenizer's.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
@@ -121,7 +120,6 @@ class ChatData(OwnedData):
         loss_on: LossOn = "assistant",
         packing: bool = False,
         chat_template: str | None = None,
-        vocabulary: int | None = None,
         **kwargs: Unpack[DataSettings],
     ) -> None:
         check_integers("data.", max_length=max_length)
@@ -135,12 +133,10 @@ class ChatData(OwnedData):
             )
         self.tokenizer = local_tokenizer(tokenizer)
         self.chat_template = template_of(self.tokenizer, chat_template)
-        tokens = len(self.tokenizer)
-        if vocabulary is not None and vocabulary < tokens:
-            raise MisconfigurationException(
-                f"data.vocabulary={vocabulary} must be at least {tokens}, the number of the tokenizer's tokens"
-            )
-        super().__init__(NextToken(vocabulary or tokens, exact_match=loss_on == "assistant"), **kwargs)
+        # not len(tokenizer): numbers may have gaps
+        tokens = max(self.tokenizer.get_vocab().values()) + 1
+        task = NextToken(tokens, exact_match=loss_on == "assistant", cut_padding=True)
+        super().__init__(task, **kwargs)
         self.path = path
         self.messages, self.prompt, self.response = messages, prompt, response
         self.client_column, self.split_column = client, split_column
@@ -202,7 +198,6 @@ class ChatData(OwnedData):
                 # the padding behind counts on from 0 too, as if it were one more text
                 positions[row, end:] = torch.arange(width - end)
                 begin = end
-        check_tokens(x, self.task.outputs)
         inputs = {"input_ids": x, "position_ids": positions} if self.packing else x
         owners = None if clients is None else [client for (client, _), _ in samples]
         return Loaded(inputs, y_all, owners, None if splits is None else [split for (_, split), _ in samples])
@@ -513,12 +508,13 @@ def reader_of(
             "or data.prompt and data.response"
         )
     (asked, answered) = pairs[0]
-    context = next((name for name in CONTEXTS if name in there), None) if asked == "instruction" else None
+    contexts = CONTEXTS if asked == "instruction" else ()
 
     def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         question = row.get(asked)
-        if context is not None and row.get(context) and isinstance(question, str):
-            question = f"{question}\n\n{row[context]}"
+        # in rows without one it is empty or missing
+        if isinstance(question, str):
+            question = "\n\n".join([question, *(row[name] for name in contexts if row.get(name))])
         return [{"role": "user", "content": question}, {"role": "assistant", "content": row.get(answered)}]
 
     return messages_of
@@ -576,20 +572,3 @@ def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
         bins[number].append(text)
         insort(free, (rest - lengths[text], number))
     return bins
-
-
-def check_tokens(x: Tensor, vocabulary: int) -> None:
-    """Check that token numbers are within the vocabulary.
-
-    Args:
-        x: token numbers.
-        vocabulary: number of tokens.
-
-    Raises:
-        MisconfigurationException: if one is larger, as where a tokenizer leaves out numbers.
-    """
-    if (largest := int(x.max())) >= vocabulary:
-        raise MisconfigurationException(
-            f"data.vocabulary: the tokenizer gave the token {largest} of {vocabulary}; set the net's number of tokens, "
-            f"at least {largest + 1}"
-        )

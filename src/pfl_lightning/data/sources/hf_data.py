@@ -149,7 +149,6 @@ def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFD
         raise MisconfigurationException(f"{setting}={str(path)!r} cannot be read ({reason})") from None
     if isinstance(found, datasets.DatasetDict):
         raise MisconfigurationException(
-            f"{setting}={str(path)!r} has several data sets; give the folder of one, such as "
-            f"{str(path / min(found))!r}"
+            f"{setting}={str(path)!r} has several data sets; give the folder of one, such as {str(path / min(found))!r}"
         )
     return found
