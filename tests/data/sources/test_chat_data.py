@@ -1,5 +1,6 @@
 """Conversations, of files that are written here, with a tokenizer of twenty words."""
 
+import itertools
 import json
 
 import pytest
@@ -128,7 +129,7 @@ def test_packed_texts_are_those_of_one_client_and_split(tokenizer):
     owners = {}
     for row, owner in enumerate(zip(pool.client, pool.split, strict=True)):
         begins = [*(positions[row] == 0).nonzero().flatten().tolist(), x.shape[1]]
-        for begin, end in zip(begins, begins[1:], strict=False):
+        for begin, end in itertools.pairwise(begins):
             assert positions[row, begin:end].tolist() == list(range(end - begin))
             if x[row, begin] != PADDING:
                 owners.setdefault(owner, []).append((x[row, begin:end].tolist(), pool.y[row, begin:end].tolist()))

@@ -67,9 +67,9 @@ Tokens = tuple[list[int], list[bool]]
 class ChatData(OwnedData):
     """Conversations of clients, from local files; needs the extra ``lm``, and ``hf`` for Parquet and Arrow.
 
-    A sample is a conversation, or, under ``packing``, several of one client. Inputs are token numbers ``[T]``; targets
-    are the tokens one position on, and -100 where a token doesn't count, such as the user's and padding. The tokenizer's
-    chat template writes a conversation as one text. The assistant's tokens lie between the template's marks
+    A sample is a conversation, or, under ``packing``, several of one client. Inputs are token numbers ``[T]``. Targets
+    are the tokens one position on, and -100 where a token doesn't count, such as the user's tokens and padding. The
+    tokenizer's chat template writes a conversation as one text. The assistant's tokens lie between the template's marks
     ``{% generation %}``; in a template without them they are the text that follows the generation prompt.
 
     Files have one of these layouts:
@@ -467,7 +467,8 @@ def rows_in_json(path: Path) -> Any:
             return json.loads(text)
         rows = []
         # split at newlines alone: texts in JSON may have other separators of lines, unescaped
-        for number, line in enumerate(text.split("\n"), 1):
+        for line in text.split("\n"):
+            number += 1
             if line.strip():
                 rows.append(json.loads(line))
         return rows
