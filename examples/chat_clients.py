@@ -77,7 +77,7 @@ def write_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def fit(folder: Path, rounds: int = 20, engine: str = "auto") -> FederatedTrainer:
+def fit(folder: Path, rounds: int = 6, engine: str = "auto") -> FederatedTrainer:
     """A run of three clients that average the factor A of each adapter, and keep B and the output layer.
 
     Args:
@@ -89,10 +89,11 @@ def fit(folder: Path, rounds: int = 20, engine: str = "auto") -> FederatedTraine
     # a random model needs more than its attention adapted; for a trained one {"r": 8} will do
     lora = {"r": 8, "alpha": 16, "targets": "all-linear", "modules_to_save": ["lm_head"]}
     net = partial(CausalLM, model=str(folder / "model"), lora=lora)
-    client = FedSALoRA(net, data.input_shape, task=data.task, optimizer=partial(AdamW, lr=1e-2))
+    client = FedSALoRA(net, data.input_shape, task=data.task, optimizer=partial(AdamW, lr=3e-3))
     samples = GenerationSamples(["greet emma today"], every=max(1, rounds // 2), max_new_tokens=8)
     trainer = FederatedTrainer(
         max_rounds=rounds,
+        local_epochs=8,
         engine=engine,
         accelerator="cpu",
         default_root_dir=folder,
