@@ -115,11 +115,11 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
 
 
 SOURCES = blocks("docs/data.md")
-PACKAGES = {"TableData": "pandas", "HFData": "datasets", "FlowerDatasets": "datasets"}
+PACKAGES = {"TableData": "pandas", "HFData": "datasets", "FlowerDatasets": "datasets", "ChatData": "transformers"}
 
 
 @pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
-@pytest.mark.by_default(but=["10"])
+@pytest.mark.by_default(but=["11"])
 def test_each_source_of_data(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, package in PACKAGES.items():

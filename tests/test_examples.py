@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from command import pfl
+from pfl_lightning.callbacks import GenerationSamples
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.messages import digest, tensors
 from pfl_lightning.methods import FedAvg, FedPer
@@ -156,3 +157,21 @@ def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(
         values = [float(row["val/acc"]) for row in logged if "val/acc" in row]
         (choice,) = (float(row["selected/val/acc"]) for row in logged if "selected/val/acc" in row)
         assert len(values) == 2 and choice == max(values)
+
+
+def test_clients_answer_in_their_own_words(tmp_path):
+    pytest.importorskip("transformers", reason=WANTED)
+    pytest.importorskip("peft", reason=WANTED)
+    import chat_clients
+
+    (tmp_path / "model").mkdir()
+    chat_clients.write_model(tmp_path / "model")
+    chat_clients.write_conversations(tmp_path / "conversations.jsonl")
+    trainer = chat_clients.fit(tmp_path, rounds=4, engine="sequential")
+    # one common model could give a third of the clients their answers
+    assert float(trainer.callback_metrics["val/exact_match"]) > 0.34
+    (samples,) = (callback for callback in trainer.callbacks if isinstance(callback, GenerationSamples))
+    texts = {row["client"]: row["text"].split()[0] for row in samples.rows if row["round"] == 4}
+    assert texts == chat_clients.GREETINGS
+    folders = Path(trainer.log_dir, "adapters")
+    assert all((folders / client / "adapter_model.safetensors").exists() for client in texts)

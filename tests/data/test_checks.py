@@ -9,10 +9,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import fit
-from pfl_lightning.data import FederatedDataModule, FolderData, HFData, LeafData, TensorData, VisionData
+from pfl_lightning.data import IID, FederatedDataModule, FolderData, HFData, LeafData, TensorData, VisionData
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import MLP
-from pfl_lightning.tasks import Classification, Regression
+from pfl_lightning.tasks import Classification, NextToken, Regression
 
 COUNT, ROW, COLUMN = 60, 37, 2
 OWNERS = np.repeat(["one", "two", "three"], 20)
@@ -193,3 +193,22 @@ def test_a_row_of_a_part_of_the_pool_has_its_own_number():
 def test_inputs_without_numbers_are_refused():
     with pytest.raises(MisconfigurationException, match=r"x has the shape \[60, 0\]"):
         TensorData(inputs(0)[:, :0], CLASSES, Classification(2), OWNERS).setup()
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_targets_that_are_the_inputs_are_refused(as_dict):
+    tokens = torch.randint(50, (12, 9), generator=torch.Generator().manual_seed(0))
+    masked = tokens.clone()
+    masked[:, :4] = -100
+    settings = {"task": NextToken(50), "num_clients": 2, "partitioner": IID()}
+
+    def made(x, y):
+        x = {"input_ids": x, "kind": torch.zeros(len(x), 2)} if as_dict else x
+        TensorData(x, y, input_shape=(9,), **settings).setup()
+
+    for targets in (tokens, masked):
+        with pytest.raises(MisconfigurationException, match="100% of the targets"):
+            made(tokens, targets)
+    made(tokens[:, :-1], tokens[:, 1:])
+    # the same token throughout is its own next one
+    made(torch.full_like(tokens, 3), torch.full_like(tokens, 3))

@@ -142,3 +142,9 @@ def test_federations_of_schools_and_of_roles_train(schools, roles, engine):
         client = FedPer(net, data.input_shape, task=data.task)
         run = fit(client, data, max_rounds=1, engine=engine)
         assert 0 < run.logger.summary["final"][f"test/{metric}"] < 100
+
+
+def test_letters_of_a_prompt_and_of_an_answer():
+    data = Shakespeare()
+    assert data.decode(data.encode("To be\n")) == "To be\n" and not data.end_tokens
+    assert data.encode("é") == [0]

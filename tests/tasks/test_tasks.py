@@ -277,3 +277,29 @@ def test_a_task_of_an_earlier_version_names_its_metrics_by_another_method():
             return MetricCollection({"own": MeanSquaredError()})
 
     assert list(Old().configure_metrics()) == ["own"]
+
+
+def test_answers_are_matched_as_wholes():
+    task = NextToken(4, exact_match=True)
+    y = torch.tensor([[1, 2, -100, 3, -100], [-100, 1, 2, -100, -100], [-100] * 5])
+    said = torch.tensor([[1, 0, 0, 3, 0], [2, 1, 2, 2, 2], [0] * 5])
+    # three answers: 1 2, of which the second token is wrong; 3; 1 2
+    values = measured(task.configure_metrics(), F.one_hot(said, 4).float(), y)
+    assert values["exact_match"] == pytest.approx(2 / 3)
+    assert math.isnan(measured(task.configure_metrics(), F.one_hot(said[2:], 4).float(), y[2:])["exact_match"])
+    assert "exact_match" not in NextToken(4).configure_metrics()
+
+
+def test_batches_end_with_their_last_counted_position():
+    task = NextToken(4, cut_padding=True)
+    y = torch.full((2, 3, 40), -100)
+    y[1, 2, 8] = 1
+    x = {"input_ids": torch.arange(240).view(2, 3, 40), "kind": torch.zeros(2, 3)}
+    short, target = task.shortened(x, y)
+    # nine positions, rounded up to sixteen
+    assert torch.equal(target, y[..., :16]) and torch.equal(short["input_ids"], x["input_ids"][..., :16])
+    assert short["kind"].shape == (2, 3)
+    assert task.shortened(x, torch.full_like(y, -100))[1].shape[-1] == 8
+    y[0, 0, 39] = 1
+    for asked in (task, NextToken(4)):
+        assert asked.shortened(x, y)[1] is y

@@ -27,6 +27,7 @@ from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.drift_pictures import DriftPictures
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.flop_counter import FlopCounter
+from pfl_lightning.callbacks.generation_samples import GenerationSamples
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
@@ -57,6 +58,7 @@ __all__ = [
     "FlopCounter",
     "FreeRider",
     "GaussianUpload",
+    "GenerationSamples",
     "LabelFlip",
     "LastCheckpoint",
     "MembershipAudit",

@@ -32,6 +32,7 @@ from pfl_lightning.data.preprocessing import Column, Preprocessing
 from pfl_lightning.data.samples import CHUNK, Samples, Split
 from pfl_lightning.data.shakespeare import Shakespeare
 from pfl_lightning.data.sources import (
+    ChatData,
     ClientDatasets,
     FlowerDatasets,
     FolderData,
@@ -54,6 +55,7 @@ __all__ = [
     "MNIST",
     "AGNews",
     "AGNewsLetters",
+    "ChatData",
     "Chem97",
     "ClientData",
     "ClientDatasets",

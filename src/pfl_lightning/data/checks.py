@@ -19,7 +19,7 @@ from pfl_lightning.data.input_drift import InputDrift
 from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.trees import Tree, cell, first_not_finite, leaves_of
 from pfl_lightning.messages import tensors
-from pfl_lightning.tasks import Task
+from pfl_lightning.tasks import NextToken, Task
 
 ClientSplit = Literal["random", "stratified", "time", "given"]
 """Ways to split a client's samples: at random, with the client's label mix in each split, by time, or as the data say.
@@ -238,6 +238,32 @@ def check_pool(loaded: Loaded, task: Task, owner: str) -> None:
     if not task.allows_nan:
         check_finite(loaded, loaded.y, "y", owner)
     task.check(loaded.y, "load()")
+    if isinstance(task, NextToken):
+        check_shift(loaded, task, owner)
+
+
+def check_shift(loaded: Loaded, task: NextToken, owner: str) -> None:
+    """Refuse targets that are the inputs themselves, which a net learns to copy with a perplexity of 1.
+
+    Args:
+        loaded: the pool, with targets ``[N, T]``.
+        task: the prediction task.
+        owner: the data module's class, for the message.
+
+    Raises:
+        MisconfigurationException: if nine of ten counted targets equal the input in their position.
+    """
+    counted = loaded.y != task.ignore_index
+    for x in leaves_of(loaded.x):
+        if isinstance(x, Tensor) and not x.is_floating_point() and x.shape == loaded.y.shape:
+            equal = ((x == loaded.y) & counted).sum()
+            # one token for the whole text is its own next one, and right
+            if equal >= 0.9 * counted.sum() > 0 and bool((x != x[:1, :1]).any()):
+                raise MisconfigurationException(
+                    f"{owner}: {float(equal / counted.sum()):.0%} of the targets equal the token in their own "
+                    "position, which a net would learn to copy; give targets shifted by one: inputs tokens[:, :-1], "
+                    "targets tokens[:, 1:]"
+                )
 
 
 def check_finite(loaded: Loaded, tree: Tree, name: str, owner: str) -> None:

@@ -1,5 +1,7 @@
 """Shakespeare's plays, letter by letter, by speaking role."""
 
+from collections.abc import Sequence
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -78,3 +80,17 @@ class Shakespeare(OwnedData):
         # padding is no letter to predict: losses and metrics leave it out
         targets[torch.arange(1, length + 1) >= sizes.unsqueeze(1)] = NextToken(1).ignore_index
         return Loaded(numbers[:, :-1].contiguous(), targets, owners, time=times)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the numbers of a text's letters."""
+        found: list[int] = letter_numbers([prompt], LETTERS)[0].tolist()
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of letter numbers."""
+        return "".join(LETTERS[token] for token in tokens)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """No letter ends a text."""
+        return frozenset()

@@ -237,7 +237,8 @@ def evaluate(
         # Engines have set evaluation mode already; eval() takes as long as a small net's forward pass.
         if module.training:
             module.eval()
-        for x, target in samples.chunks(rows_at_once(task, samples.y)):
+        for piece in samples.chunks(rows_at_once(task, samples.y)):
+            x, target = task.shortened(*piece)
             with forward_context():
                 outputs = module(x)
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))

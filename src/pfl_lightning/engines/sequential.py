@@ -309,7 +309,7 @@ class Sequential(Engine):
             while group := list(islice(batches, self.work.accumulate)):
                 divisors = self._divisors([y for _, y in group])
                 for number, ((x, y), divisor) in enumerate(zip(group, divisors, strict=True), 1):
-                    yield x, y, divisor, number == len(group)
+                    yield *self.module.task.shortened(x, y), divisor, number == len(group)
                 made += 1
                 if made == steps:
                     return

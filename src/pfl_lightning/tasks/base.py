@@ -90,6 +90,15 @@ class Task(ABC):
         """
         return len(target)
 
+    def shortened(self, x: Any, target: Any) -> tuple[Any, Any]:
+        """Return a batch without positions that no error depends on, such as padding; by default unchanged.
+
+        Args:
+            x: inputs of some samples.
+            target: their targets.
+        """
+        return x, target
+
     def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
         """Return the outputs that stand for the mean prediction of several models; by default the mean of outputs.
 

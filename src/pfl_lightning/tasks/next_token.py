@@ -1,6 +1,7 @@
 """Prediction of the next token at each position of a text."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
 
 
@@ -15,16 +17,26 @@ from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_
 class NextToken(Task):
     """The next token at each position: cross-entropy, with ``perplexity``, which selects, and ``token_acc``.
 
+    ``exact_match`` is the share of answers that greedy generation would give word for word. An answer is a run of
+    counted positions. Greedy generation from the text before gives exactly that answer if each of its tokens is the
+    most likely one behind the tokens before, so that one forward pass tells it.
+
     Targets are token numbers ``[n, T]``, int64: the inputs shifted by one position; outputs are logits ``[n, T,
     vocabulary]``.
 
     Args:
         vocabulary: number of tokens.
         ignore_index: target of positions that don't count, such as padding.
+        exact_match: measure ``exact_match`` too.
+        cut_padding: cut off the positions behind a batch's last counted one, before the net sees them, in evaluations
+            and, but for the engine ``vectorised``, in training. Only for nets that take texts of any length, and
+            whose outputs depend on earlier positions alone.
     """
 
     vocabulary: int
     ignore_index: int = -100
+    exact_match: bool = False
+    cut_padding: bool = False
 
     monitor = "perplexity"
     mode = "min"
@@ -44,15 +56,29 @@ class NextToken(Task):
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
 
+    def shortened(self, x: Any, target: Tensor) -> tuple[Any, Tensor]:
+        """Return a batch of texts as long as its last counted position; see `Task.shortened`."""
+        if not self.cut_padding:
+            return x, target
+        size = target.shape[-1]
+        counted = (target != self.ignore_index).flatten(0, -2).any(0).nonzero()
+        # multiples of 8: few different shapes, which matrix products on GPUs prefer
+        length = -(-(int(counted[-1]) + 1) // 8) * 8 if len(counted) else min(size, 8)
+        if length >= size:
+            return x, target
+        return tree_map(lambda t: t[..., :length] if t.shape[-1] == size else t, x), target[..., :length]
+
     def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
         """Return the logarithms of the mean probabilities; see `Task.combined`."""
         return log_mean(outputs.log_softmax(-1), shares)
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``perplexity``, the exponential of the mean cross-entropy, and ``token_acc``, the share of hits."""
-        return MetricCollection(
-            {"perplexity": Perplexity(self.ignore_index), "token_acc": TokenAccuracy(self.ignore_index)}
-        )
+        found: dict[str, Metric | MetricCollection] = {
+            "perplexity": Perplexity(self.ignore_index),
+            "token_acc": TokenAccuracy(self.ignore_index),
+        }
+        return MetricCollection(found | ({"exact_match": ExactMatch(self.ignore_index)} if self.exact_match else {}))
 
     def pooled(self) -> dict[str, Metric]:
         """Return ``perplexity`` of all clients' positions."""
@@ -107,8 +133,8 @@ class Perplexity(Ratio):
         return super().compute().exp()
 
 
-class TokenAccuracy(Ratio):
-    """Share of counted positions with the correct token as the most likely one; NaN without any.
+class Hits(Ratio):
+    """A share of texts' parts whose correct tokens are the most likely ones; NaN without any.
 
     Args:
         ignore_index: target of positions that don't count.
@@ -121,8 +147,29 @@ class TokenAccuracy(Ratio):
         super().__init__(torch.int64)
         self.ignore_index = ignore_index
 
+
+class TokenAccuracy(Hits):
+    """Share of counted positions with the correct token as the most likely one; NaN without any."""
+
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Add texts; see `Perplexity.update`."""
         counted = target != self.ignore_index
         self.total += ((outputs.argmax(-1) == target) & counted).sum()
         self.count += counted.sum()
+
+
+class ExactMatch(Hits):
+    """Share of answers, runs of counted positions, with the correct token as the most likely one everywhere."""
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        """Add texts; see `Perplexity.update`."""
+        counted = target != self.ignore_index
+        # a run begins behind a position that doesn't count; runs are numbered from 1 in each text
+        begins = counted & ~F.pad(counted, (1, 0))[..., :-1]
+        runs = begins.cumsum(-1) * counted
+        missed = counted & (outputs.argmax(-1) != target)
+        # no indices that depend on values: evaluations of many clients run this under vmap
+        misses = F.pad(torch.zeros_like(runs), (0, 1)).scatter_add(-1, runs, missed.long())
+        answers = begins.sum()
+        self.total += answers - (misses[..., 1:] > 0).sum()
+        self.count += answers

@@ -1,6 +1,7 @@
 """Data of any task with named clients, from files or from memory."""
 
 from pfl_lightning.data.sources.base import OwnedData
+from pfl_lightning.data.sources.chat_data import ChatData
 from pfl_lightning.data.sources.client_datasets import ClientDatasets
 from pfl_lightning.data.sources.flower_datasets import FlowerDatasets
 from pfl_lightning.data.sources.folder_data import FolderData
@@ -12,6 +13,7 @@ from pfl_lightning.data.sources.tensor_data import TensorData
 from pfl_lightning.data.sources.vision_data import VisionData
 
 __all__ = [
+    "ChatData",
     "ClientDatasets",
     "FlowerDatasets",
     "FolderData",

@@ -113,16 +113,18 @@ class ArrowRows:
         return torch.stack([tensor.float() for tensor in tensors], dim=1)
 
 
-def local_dataset(dataset: Any) -> Any:
+def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFData") -> Any:
     """Return a data set, read from local files if given by a path.
 
     Args:
         dataset: a ``datasets.Dataset``, or a path.
+        setting: the setting that gives it, for messages.
+        owner: the class of the setting, for messages.
 
     Raises:
         MisconfigurationException: if there is no such file, or the package is missing.
     """
-    datasets = package("datasets", "hf", "HFData")
+    datasets = package("datasets", "hf", owner)
     if isinstance(dataset, datasets.Dataset):
         return dataset
     path = Path(str(dataset))
@@ -136,7 +138,7 @@ def local_dataset(dataset: Any) -> Any:
     reader = datasets.load_from_disk if path.is_dir() else readers.get(path.suffix)
     if reader is None or not path.exists():
         raise MisconfigurationException(
-            f"data.dataset={str(dataset)!r} is no local folder of a saved data set, nor a {', '.join(readers)} file; "
+            f"{setting}={str(dataset)!r} is no local folder of a saved data set, nor a {', '.join(readers)} file; "
             "download it first, as nothing is fetched here"
         )
     try:
@@ -144,10 +146,9 @@ def local_dataset(dataset: Any) -> Any:
     # the readers raise many types, their own ones and pyarrow's
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
-        raise MisconfigurationException(f"data.dataset={str(path)!r} cannot be read ({reason})") from None
+        raise MisconfigurationException(f"{setting}={str(path)!r} cannot be read ({reason})") from None
     if isinstance(found, datasets.DatasetDict):
         raise MisconfigurationException(
-            f"data.dataset={str(path)!r} has several data sets; give the folder of one, such as "
-            f"{str(path / min(found))!r}"
+            f"{setting}={str(path)!r} has several data sets; give the folder of one, such as {str(path / min(found))!r}"
         )
     return found

@@ -1,0 +1,199 @@
+"""Texts that clients' language models generate during a run."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from pfl_lightning.callbacks.base import FederatedCallback
+from pfl_lightning.callbacks.feature_pictures import as_used
+from pfl_lightning.engines import Engine
+from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.federation.federation import Federation
+from pfl_lightning.nets.modes import kept_modes
+from pfl_lightning.runs.folder import run_folder
+from pfl_lightning.runs.report import write_rows
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.tasks import NextToken
+
+DRAWN = 3
+"""Number of clients whose texts are generated where none is named."""
+
+
+@runtime_checkable
+class Coded(Protocol):
+    """A data module that turns prompts into token numbers, and token numbers into texts."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Return the token numbers of a prompt, at least one."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token numbers."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token numbers that end a text."""
+
+
+class GenerationSamples(FederatedCallback):
+    """Let clients' models go on from prompts, and write the texts into ``RUN_FOLDER/generations.csv``.
+
+    A client's model is the one for evaluation, as in `FeaturePictures`: the method's own forward pass, so that models
+    mixed of several count as a whole. The last ``input_shape[0]`` tokens go through the net for each new one, without a
+    cache: right for samples of any net, and slow for long texts. The file has a row for each round, client and prompt;
+    rows are part of the checkpoint, and ``rows`` holds them without a logger, too. A run is the same with the callback
+    and without. No guarantee of privacy covers the texts.
+
+    It works with data that have methods ``encode`` and ``decode`` and a property ``end_tokens``, such as `ChatData` and
+    `Shakespeare`.
+
+    Args:
+        prompts: the beginnings of texts, at least one; for `ChatData` the user's messages.
+        every: number of rounds between texts; None generates at the end of ``fit`` only.
+        max_new_tokens: largest number of tokens of a text, at least 1.
+        clients: names or ids of the clients; None takes the first three.
+        temperature: divides the logits before a token is drawn; 0 takes the most likely token.
+
+    Raises:
+        MisconfigurationException: if a setting is out of range; at the start of ``fit``, if a client doesn't exist, or
+            the data can't turn prompts into tokens.
+    """
+
+    reads_updates = False
+
+    def __init__(
+        self,
+        prompts: list[str],
+        every: int | None = None,
+        max_new_tokens: int = 64,
+        clients: list[int | str] | None = None,
+        temperature: float = 0.0,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise MisconfigurationException(
+                f"GenerationSamples.prompts={prompts!r} must be a list of at least one text."
+            )
+        if max_new_tokens < 1 or (every is not None and every < 1) or not temperature >= 0:
+            raise MisconfigurationException(
+                f"GenerationSamples: max_new_tokens={max_new_tokens} and every={every} must be at least 1, and "
+                f"temperature={temperature} at least 0."
+            )
+        self.prompts = list(prompts)
+        self.every = every
+        self.max_new_tokens = max_new_tokens
+        self.clients = clients
+        self.temperature = temperature
+        self.rows: list[dict[str, Any]] = []
+        """The texts so far, each with ``round``, ``client``, ``prompt`` and ``text``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows so far."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the rows of a resumed run."""
+        self.rows = list(state_dict["rows"])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check task, data, prompts and clients."""
+        data = cast(Federation, pl_module).data
+        if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
+            raise MisconfigurationException(
+                f"callback GenerationSamples: data={type(data).__name__} with task {data.task} has no texts to go on "
+                "from; it needs the task NextToken, methods encode and decode, and end_tokens."
+            )
+        for prompt in self.prompts:
+            if not data.encode(prompt):
+                raise MisconfigurationException(
+                    f"GenerationSamples.prompts has {prompt!r}, which is no token; give a longer one."
+                )
+        named = range(min(DRAWN, data.num_clients)) if self.clients is None else self.clients
+        self._clients = [data.client_id(client) for client in named]
+
+    def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
+        """Generate after every ``every`` rounds."""
+        # this round isn't counted in `federation.round` yet
+        done = federation.round + 1
+        if self.every and done % self.every == 0:
+            self._generate(trainer, federation, done)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Generate at the end, if the last round didn't."""
+        federation = cast(Federation, pl_module)
+        if not any(row["round"] == federation.round for row in self.rows):
+            self._generate(trainer, federation, federation.round)
+
+    def _generate(self, trainer: Trainer, federation: Federation, done: int) -> None:
+        """Generate all texts of a round, and write the file anew.
+
+        Args:
+            trainer: the trainer.
+            federation: the federation.
+            done: number of the rounds so far.
+        """
+        # texts are numbers and no part of training: one rank is enough
+        if not trainer.is_global_zero:
+            return
+        data = cast(Any, federation.data)
+        [window] = data.input_shape
+        with undisturbed():
+            for client in self._clients:
+                engine = as_used(federation, client)
+                for place, prompt in enumerate(self.prompts):
+                    generator = torch.Generator().manual_seed(
+                        derive_seed(cast(int, federation.seed), "generation", done, client, place)
+                    )
+                    tokens = continued(
+                        engine,
+                        data.encode(prompt),
+                        self.max_new_tokens,
+                        window,
+                        data.end_tokens,
+                        self.temperature,
+                        generator,
+                    )
+                    name = data.client_names[client] if data.client_names else client
+                    row = {"round": done, "client": name, "prompt": prompt, "text": data.decode(tokens)}
+                    self.rows.append(row)
+        if (folder := run_folder(trainer)) is not None:
+            write_rows(folder / "generations.csv", self.rows)
+
+
+def continued(
+    engine: Engine,
+    tokens: list[int],
+    count: int,
+    window: int,
+    ends: frozenset[int],
+    temperature: float,
+    generator: torch.Generator,
+) -> list[int]:
+    """Return the tokens that a client's model generates behind some tokens.
+
+    Args:
+        engine: the engine, loaded with the client.
+        tokens: the tokens before, at least one.
+        count: largest number of new tokens.
+        window: largest number of tokens that the net sees.
+        ends: tokens that end the text, which are left out.
+        temperature: divides the logits; 0 takes the most likely token.
+        generator: draws the tokens, on the CPU.
+    """
+    module, made = engine.module, list[int]()
+    with kept_modes(module):
+        module.eval()
+        while len(made) < count:
+            x = torch.tensor([[*tokens, *made][-window:]], device=module.device)
+            with engine.forward_context():
+                logits: Tensor = module(x)[0, -1].float().cpu()
+            if temperature:
+                token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+            else:
+                token = int(logits.argmax())
+            if token in ends:
+                break
+            made.append(token)
+    return made

@@ -1,0 +1,259 @@
+"""Conversations, of files that are written here, with a tokenizer of twenty words."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.data import IID, ChatData
+
+transformers = pytest.importorskip("transformers", reason="needs the extra lm")
+
+WORDS = "<s> </s> <pad> <unk> user assistant system : hi there you are good bad yes no ### User: Assistant: ,".split()
+PADDING, END = 2, 1
+# each message ends with </s>, which counts as part of an answer
+BARE = (
+    "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+MARKED = BARE.replace(
+    "{{ m['content'] }} </s> ",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} </s> {% endgeneration %}"
+    "{% else %}{{ m['content'] }} </s> {% endif %}",
+)
+# as templates that leave out the thoughts of earlier answers
+FORGETFUL = BARE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else 'yes' }}")
+
+
+def numbers(text):
+    return [WORDS.index(word) for word in text.split()]
+
+
+def made_tokenizer(template=BARE):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **marks)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return made_tokenizer()
+
+
+def turns(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+ROWS = [
+    {"messages": turns("hi there", "you are good", "no", "yes yes"), "client": "Bonn"},
+    {"messages": turns("you", "bad"), "client": "Ulm"},
+    {"messages": turns("are you", "no"), "client": "Bonn"},
+]
+WHOLE = "user : hi there </s> assistant : you are good </s> user : no </s> assistant : yes yes </s>"
+ANSWERS = [7, 8, 9, 10, 17, 18, 19]
+"""Positions of the counted tokens in `WHOLE`."""
+
+
+def loaded(rows, tokenizer, **settings):
+    data = ChatData(rows, tokenizer, **settings)
+    return data, data.load()
+
+
+@pytest.mark.parametrize("template", [BARE, MARKED])
+def test_targets_are_the_answers_one_position_on(tokenizer, template):
+    data, pool = loaded(ROWS, tokenizer, chat_template=template)
+    tokens = numbers(WHOLE)
+    assert pool.x[0].tolist() == tokens[:-1]
+    assert pool.y[0].tolist() == [token if i in ANSWERS else -100 for i, token in enumerate(tokens)][1:]
+    short = numbers("user : you </s> assistant : bad")
+    assert pool.x[1].tolist() == short + [PADDING] * (19 - len(short))
+    assert pool.y[1].tolist() == [-100] * 5 + numbers("bad </s>") + [-100] * 12
+    assert list(pool.client) == ["Bonn", "Ulm", "Bonn"]
+    assert data.input_shape == (1024,) and data.task.vocabulary == len(WORDS)
+    assert data.head_lines == [("texts", "3 conversations, 11 of 34 tokens count")]
+
+
+def test_all_tokens_can_count(tokenizer):
+    data, pool = loaded(ROWS[:1], tokenizer, loss_on="all")
+    assert pool.y[0].tolist() == numbers(WHOLE)[1:]
+    assert "exact_match" not in data.task.configure_metrics()
+
+
+def test_white_space_behind_the_end_of_an_answer_is_no_part_of_it():
+    characters = made_tokenizer("{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}")
+    data = ChatData(ROWS, characters)
+    text, spans = data._answers(turns("hi", "yes", "no", "bad"), "row 0")
+    assert [text[slice(*span)] for span in spans] == ["yes</s>", "bad</s>"]
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused(tokenizer):
+    with pytest.raises(MisconfigurationException, match=r"row 0: .*\{% generation %\}"):
+        loaded(ROWS, tokenizer, chat_template=FORGETFUL)
+    # a single answer isn't rewritten
+    assert (loaded(ROWS[1:], tokenizer, chat_template=FORGETFUL)[1].y != -100).sum() == 4
+
+
+def test_an_answer_before_any_question_counts_from_its_text_on(tokenizer):
+    rows = [{"messages": [{"from": "gpt", "value": "good"}, {"from": "human", "value": "yes"}], "client": "Ulm"}]
+    _, pool = loaded(rows, tokenizer)
+    assert pool.y[0].tolist() == [-100, *numbers("good </s>"), *[-100] * 4]
+
+
+def test_texts_are_cut_and_those_without_answer_left_out_and_counted(tokenizer):
+    data, pool = loaded(ROWS, tokenizer, max_length=7)
+    # 'user : hi there </s> assistant : you' has the first token of an answer as the last target
+    assert pool.y.tolist() == [
+        [-100] * 6 + numbers("you"),
+        [-100] * 5 + numbers("bad </s>"),
+        [-100] * 6 + numbers("no"),
+    ]
+    data, pool = loaded(ROWS, tokenizer, max_length=6)
+    assert pool.x.tolist() == [numbers("user : you </s> assistant :")] and list(pool.client) == ["Ulm"]
+    assert data.head_lines[0][1].endswith(
+        "3 cut to 6 tokens; 2 without an answer there left out; clients without any left out: Bonn"
+    )
+    with pytest.raises(MisconfigurationException, match=r"data\.max_length=3: .* 3 rows"):
+        loaded(ROWS, tokenizer, max_length=3)
+
+
+def test_packed_texts_are_those_of_one_client_and_split(tokenizer):
+    rows = [row | {"fold": fold} for row in ROWS for fold in ("train", "train", "test")]
+    plain = loaded(rows, tokenizer, split_column="fold")[1]
+    _, pool = loaded(rows, tokenizer, split_column="fold", packing=True, max_length=30)
+    x, positions = pool.x["input_ids"], pool.x["position_ids"]
+    owners = {}
+    for row, owner in enumerate(zip(pool.client, pool.split, strict=True)):
+        begins = [*(positions[row] == 0).nonzero().flatten().tolist(), x.shape[1]]
+        for begin, end in itertools.pairwise(begins):
+            assert positions[row, begin:end].tolist() == list(range(end - begin))
+            if x[row, begin] != PADDING:
+                owners.setdefault(owner, []).append((x[row, begin:end].tolist(), pool.y[row, begin:end].tolist()))
+    expected = {}
+    for row, owner in enumerate(zip(plain.client, plain.split, strict=True)):
+        size = int((plain.x[row] != PADDING).sum())
+        expected.setdefault(owner, []).append((plain.x[row, :size].tolist(), plain.y[row, :size].tolist()))
+    assert {k: sorted(v) for k, v in owners.items()} == {k: sorted(v) for k, v in expected.items()}
+    # 19 and 8 positions go into 30, so that each group of Bonn's has as many samples as long texts
+    assert sorted(zip(pool.client, pool.split, strict=True)) == [
+        *[("Bonn", "test"), ("Bonn", "train"), ("Bonn", "train"), ("Ulm", "test"), ("Ulm", "train")]
+    ]
+
+
+def test_files_of_all_layouts_hold_the_same_conversations(tokenizer, tmp_path):
+    pairs = {"Bonn": [("hi there", "yes"), ("you", "no")], "Ulm": [("are you", "good")]}
+    flat = [(client, *pair) for client, held in pairs.items() for pair in held]
+    named = [{"client": c, "instruction": q, "response": a} for c, q, a in flat]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, named)) + "\n")
+    bench = {
+        c: [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in held]
+        for c, held in pairs.items()
+    }
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    single = {c: [{"instruction": q, "response": a} for q, a in held] for c, held in pairs.items()}
+    (tmp_path / "single.json").write_text(json.dumps(single))
+    (tmp_path / "dpa").mkdir()
+    for number, held in enumerate(pairs.values()):
+        content = [{"instruction": q, "output": a, "task": "x", "category": "y"} for q, a in held]
+        (tmp_path / "dpa" / f"local_training_{number}.json").write_text(json.dumps(content))
+    expected = loaded(named, tokenizer)[1]
+    for source in ("rows.jsonl", "bench.json", "single.json", "dpa"):
+        _, pool = loaded(str(tmp_path / source), tokenizer)
+        assert torch.equal(pool.x, expected.x) and torch.equal(pool.y, expected.y)
+        assert list(pool.client) == ([0, 0, 1] if source == "dpa" else ["Bonn", "Bonn", "Ulm"])
+        assert pool.split is None
+    test = [{"instruction": "hi", "output": "bad", "input": "there"}]
+    (tmp_path / "dpa" / "local_testing_1.jsonl").write_text(json.dumps(test[0]))
+    _, pool = loaded(tmp_path / "dpa", tokenizer)
+    assert list(pool.split) == ["train", "train", "train", "test"] and list(pool.client) == [0, 0, 1, 1]
+    assert pool.y[3].tolist() == [-100] * 6 + numbers("bad </s>")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder", "dataset"])
+def test_tables_of_conversations(tokenizer, tmp_path, kind):
+    datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+    table = datasets.Dataset.from_list(ROWS)
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        table.to_parquet(path)
+    elif kind == "folder":
+        table.save_to_disk(path)
+    _, pool = loaded(table if kind == "dataset" else str(path), tokenizer)
+    expected = loaded(ROWS, tokenizer)[1]
+    assert torch.equal(pool.x, expected.x) and torch.equal(pool.y, expected.y)
+    assert list(pool.client) == list(expected.client)
+
+
+def test_clients_keep_their_names_and_other_partitioners_divide(tokenizer):
+    data = ChatData(ROWS * 4, tokenizer)
+    data.setup()
+    assert data.client_names == ["Bonn", "Ulm"]
+    assert [sum(data.size(k, split) for split in ("train", "val", "test")) for k in (0, 1)] == [8, 4]
+    strangers = [{"messages": row["messages"]} for row in ROWS * 4]
+    data = ChatData(strangers, tokenizer, num_clients=3, partitioner=IID())
+    data.setup()
+    assert data.num_clients == 3
+
+
+def test_a_tokenizer_is_read_from_a_folder(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "words")
+    data, pool = loaded(ROWS, str(tmp_path / "words"))
+    assert torch.equal(pool.y, loaded(ROWS, tokenizer)[1].y)
+    assert data.agreed == ChatData(ROWS, tokenizer).agreed
+    assert data.agreed != ChatData(ROWS, tokenizer, chat_template="plain").agreed
+
+
+def test_prompts_and_texts(tokenizer):
+    data = ChatData(ROWS, tokenizer)
+    assert data.encode("hi") == numbers("user : hi </s> assistant :")
+    assert data.encode(turns("hi", "yes", "no")) == numbers(
+        "user : hi </s> assistant : yes </s> user : no </s> assistant :"
+    )
+    assert data.decode(numbers("yes yes </s>")) == "yes yes"
+    assert data.end_tokens == {0, 1, 2}
+
+
+def test_the_plain_template_marks_answers(tokenizer):
+    _, pool = loaded([{"messages": turns("hi", "yes "), "client": 0}], tokenizer, chat_template="plain")
+    assert pool.x[0].tolist() == numbers("### User: hi ### Assistant: yes")
+    assert pool.y[0].tolist() == [-100] * 4 + numbers("yes </s>")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"path": "nowhere.jsonl"}, r"data\.path='nowhere\.jsonl'"),
+        ({"path": []}, r"data\.path has no rows"),
+        ({"path": {"a": 3}}, r"data\.path: 'a' has a int"),
+        ({"path": ["text"]}, r"row 0 .* is a str"),
+        ({"path": [{"text": "hi"}], "client": "text"}, r"data\.messages: .* text has a known name"),
+        ({"path": [{"messages": "hi", "client": 1}]}, r"row 0 .*'hi' where a text is missing"),
+        ({"path": [{"prompt": "hi", "response": None, "client": 1}]}, r"row 0 .* role, content"),
+        ({"path": [{"prompt": "hi", "response": "yes"}]}, r"data\.client: there is no column 'client'"),
+        ({"messages": "talk"}, r"data\.messages: there is no column 'talk'"),
+        ({"prompt": "talk"}, r"data\.prompt='talk' and data\.response=None"),
+        ({"max_length": 0}, r"data\.max_length=0"),
+        ({"loss_on": "user"}, r"data\.loss_on='user'"),
+        ({"tokenizer": "no/such-one"}, r"data\.tokenizer='no/such-one'"),
+        ({"chat_template": "nofile"}, r"data\.chat_template='nofile'"),
+        ({"chat_template": "{{ raise_exception('no roles') }}"}, r"row 0: .*no roles"),
+    ],
+)
+def test_mistakes_are_told(tokenizer, settings, words):
+    with pytest.raises(MisconfigurationException, match=words):
+        ChatData(**{"path": ROWS, "tokenizer": tokenizer, **settings}).load()
+
+
+def test_a_tokenizer_without_a_template_needs_one():
+    with pytest.raises(MisconfigurationException, match=r"data\.chat_template"):
+        ChatData(ROWS, made_tokenizer(None))
+
+
+def test_a_line_that_is_no_json_is_told_by_its_number(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n\n{oops\n")
+    with pytest.raises(MisconfigurationException, match="line 3"):
+        loaded(tmp_path / "rows.jsonl", tokenizer)
