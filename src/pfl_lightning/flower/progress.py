@@ -10,6 +10,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.callbacks.checkpoints import LastCheckpoint
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.remote import Remote
@@ -27,11 +28,14 @@ class Progress(FederatedCallback):
     Args:
         link: the connection to the sites.
         path: the file; None writes none.
+        checkpoint: the checkpoint with which the run goes on; None for a new run.
     """
 
-    def __init__(self, link: Link, path: Path | None = None) -> None:
+    def __init__(self, link: Link, path: Path | None = None, checkpoint: str | None = None) -> None:
         self.link, self.path = link, path
         self._state: dict[str, Any] = {"state": "waiting", "round": 0, "rounds": None, "reason": "", "last": {}}
+        # a server killed again before its first round must not have the run begin anew
+        self._state["checkpoint"] = checkpoint
         self._cohort: list[int] = []
         self._slowest: tuple[int, float] | None = None
         self._begun = self._written = -math.inf
@@ -55,7 +59,11 @@ class Progress(FederatedCallback):
         """Write that the rounds begin."""
         federation = cast(Federation, pl_module)
         folder = str(trainer.log_dir or "")
-        self._write(state="running", round=federation.round, rounds=trainer.max_epochs, run=folder)
+        kept = [
+            callback for callback in cast(Any, trainer).checkpoint_callbacks if isinstance(callback, LastCheckpoint)
+        ]
+        last = next((str(Path(callback.dirpath, "last.ckpt")) for callback in kept if callback.dirpath), None)
+        self._write(state="running", round=federation.round, rounds=trainer.max_epochs, run=folder, checkpoint=last)
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Start the round's clock."""
