@@ -22,6 +22,7 @@ SETTINGS = """
 """
 KINDS = {
     "whole weights": "",
+    "HalfPrecision": "--trainer.compression HalfPrecision",
     "EightBits": "--trainer.compression EightBits",
     "TopK, share 0.1": "--trainer.compression TopK --trainer.compression.share 0.1",
     "Sign": "--trainer.compression Sign",

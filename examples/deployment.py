@@ -1,11 +1,11 @@
-"""A deployment on this machine, for real: a server and two sites with TLS and keys, and what goes wrong with them.
+"""A deployment on this machine, for real: a server and two sites with TLS and keys, and all of them killed once.
 
-    python examples/deployment.py     # some minutes: every message starts Python anew
+    python examples/deployment.py     # some minutes: Flower takes up to one to believe that somebody is dead
 
-Flower's SuperLink and two SuperNodes run on loopback, and a SuperNode whose key nobody has registered is refused. With
-FedPer, the server's app is killed, and goes on from its last checkpoint. With SCAFFOLD, a SuperNode is killed in the
-middle of a round, and is asked again when it is back. Both must end as in one process, to the bit. Needs the extra
-``flower``, and Linux.
+Flower's SuperLink and two SuperNodes run on loopback, and a SuperNode whose key nobody has registered is refused. While
+`pfl-lightning flower run` runs a federation of SCAFFOLD, the server's app is killed, then one site while nothing is
+asked of it, the other in the middle of a round, and at last the SuperLink. What is killed is started again, as systemd
+does; the run goes on by itself, and ends as in one process, to the bit. Needs the extra ``flower``, and Linux.
 """
 
 import csv
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -38,11 +38,11 @@ from pfl_lightning.messages import digest
 CONFIG = """
 seed_everything: 0
 model:
-  class_path: {method}
+  class_path: ControlVariates
   init_args:
     net: {{class_path: MLP, init_args: {{hidden: [8]}}}}
     optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.05}}}}
-{aggregator}
+aggregator: {{class_path: SCAFFOLD}}
 data:
   class_path: TensorData
   init_args:
@@ -51,13 +51,8 @@ data:
     task: {{class_path: Classification, init_args: {{num_classes: 3}}}}
     num_clients: 4
     partitioner: {{class_path: Dirichlet, init_args: {{alpha: 1}}}}
-trainer: {{max_rounds: 2, limit_val_batches: 0, evaluate: {evaluate}, accelerator: cpu, default_root_dir: "{root}"}}
+trainer: {{max_rounds: 3, evaluate: before, accelerator: cpu, default_root_dir: "{folder}/runs"}}
 """
-METHODS = {
-    "fedper": ("FedPer", "", "after"),
-    "scaffold": ("ControlVariates", "aggregator: {class_path: SCAFFOLD}", "before"),
-}
-"""Client modules, aggregators, and when clients are evaluated: after their training no message of its own is needed."""
 CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent
 AT_SITES = {"bytes/evaluate", "absent"}
@@ -67,11 +62,18 @@ LIMIT = 900.0
 
 
 class Deployment:
-    """A SuperLink with TLS, and two SuperNodes with keys, in a folder of their own."""
+    """A SuperLink with TLS, and SuperNodes with keys, in a folder of their own.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port, *self.ports = free_ports(4)
+    Args:
+        folder: the folder.
+        sites: each site's clients.
+    """
+
+    def __init__(self, folder: Path, sites: Mapping[str, str]) -> None:
+        self.folder, self.sites = folder, sites
+        # one for the SuperLink, and one for a stranger
+        self.port, *self.ports = free_ports(len(sites) + 2)
+        self.config = folder / "federation.yaml"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = os.environ | {
             "FLWR_HOME": str(folder / "flwr"),
@@ -107,20 +109,20 @@ class Deployment:
         options = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
         own = ["--database", str(self.folder / "link.db"), "--port", str(self.port)]
         self.start("superlink", "flower-superlink", *files, *options, *own)
-        wait_until(lambda: is_open(self.port), self.processes["superlink"])
+        self.wait(lambda: is_open(self.port), self.processes["superlink"])
 
     def register(self, name: str) -> None:
         """Makes a site's key, and tells the server of it."""
         make_key(self.folder / name)
         self.flwr("supernode", "register", str(self.folder / f"{name}.pub"), "local")
 
-    def supernode(self, name: str) -> subprocess.Popen[bytes]:
-        """Starts a site, or a stranger."""
+    def supernode(self, name: str, more: str = "") -> subprocess.Popen[bytes]:
+        """Starts a site, or a stranger, with further settings."""
         if not (self.folder / name).exists():
             make_key(self.folder / name)
-        index = [*CLIENTS, "stranger"].index(name)
-        clients = CLIENTS.get(name, "0 2")
-        settings = f'clients="{clients}" state-dir="{self.folder}/states-{index}" allow="control"'
+        index = [*self.sites, "stranger"].index(name)
+        clients = self.sites.get(name, "0 2")
+        settings = f'clients="{clients}" state-dir="{self.folder}/states-{index}" allow="control" {more}'
         return self.start(
             name,
             "flower-supernode",
@@ -176,6 +178,20 @@ class Deployment:
         (pid,) = self.apps(program)
         os.kill(pid, signal.SIGKILL)
 
+    def wait(self, condition: Callable[[], Any], process: subprocess.Popen[bytes] | None = None) -> None:
+        """Waits for something to become true, while a process runs that is to bring it about."""
+        end = time.monotonic() + LIMIT
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError(f"waited {LIMIT:.0f} s in vain")
+            if process is not None and process.poll() is not None:
+                raise RuntimeError(f"{process.args} ended with {process.returncode}")
+            # as a supervisor such as systemd does: Flower may not let a killed site in again yet
+            for name in self.sites.keys() & self.processes.keys():
+                if self.processes[name].poll() is not None:
+                    self.supernode(name)
+            time.sleep(0.2)
+
     def end(self) -> None:
         """Leaves no process behind."""
         for name in list(self.processes):
@@ -204,17 +220,6 @@ def is_open(port: int) -> bool:
     """Whether somebody listens at a port."""
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[bytes] | None = None) -> None:
-    """Waits for something to become true, while a process runs that is to bring it about."""
-    end = time.monotonic() + LIMIT
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {LIMIT:.0f} s in vain")
-        if process is not None and process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended with {process.returncode}")
-        time.sleep(0.1)
 
 
 def make_key(path: Path) -> None:
@@ -257,10 +262,10 @@ def make_certificates(folder: Path) -> None:
 
 
 @contextmanager
-def deployment() -> Iterator[Deployment]:
+def deployment(sites: Mapping[str, str]) -> Iterator[Deployment]:
     """A deployment that leaves no process behind."""
     with tempfile.TemporaryDirectory() as name:
-        made = Deployment(Path(name))
+        made = Deployment(Path(name), sites)
         try:
             yield made
         except BaseException:
@@ -279,17 +284,15 @@ def make_samples(folder: Path) -> None:
     torch.save(y, folder / "y.pt")
 
 
-def app(deployed: Deployment, method: str) -> Path:
-    """Writes the app of a method."""
-    folder = deployed.folder / method
-    client, aggregator, evaluate = METHODS[method]
-    config = deployed.folder / f"{method}.yaml"
-    root = deployed.folder / "runs" / method
-    settings = {"method": client, "aggregator": aggregator, "evaluate": evaluate}
-    config.write_text(CONFIG.format(root=root, folder=deployed.folder, **settings))
-    command("flower", "new", str(folder), "--config", str(config))
-    keys = {name: (deployed.folder / f"{name}.pub").read_text().strip() for name in CLIENTS}
-    (folder / "sites.yaml").write_text("".join(f"{keys[name]}: {clients}\n" for name, clients in CLIENTS.items()))
+def app(deployed: Deployment, text: str = CONFIG) -> Path:
+    """Writes the app of a configuration, with the keys of its sites."""
+    folder = deployed.folder / "clinics"
+    deployed.config.write_text(text.format(folder=deployed.folder))
+    command("flower", "new", str(folder), "--config", str(deployed.config))
+    keys = {name: (deployed.folder / f"{name}.pub").read_text().strip() for name in deployed.sites}
+    (folder / "sites.yaml").write_text(
+        "".join(f"{keys[name]}: {clients}\n" for name, clients in deployed.sites.items())
+    )
     return folder
 
 
@@ -303,39 +306,52 @@ def command(*words: str) -> None:
             raise
 
 
-def in_one_process(deployed: Deployment, method: str) -> None:
+def in_one_process(deployed: Deployment) -> None:
     """Fits the same federation without sites."""
     quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-    root = deployed.folder / "here" / method
-    command("fit", "--config", str(deployed.folder / f"{method}.yaml"), "--trainer.default_root_dir", str(root), *quiet)
+    command(
+        "fit", "--config", str(deployed.config), "--trainer.default_root_dir", str(deployed.folder / "here"), *quiet
+    )
 
 
-def checkpoints(deployed: Deployment, method: str, where: str = "runs") -> list[Path]:
-    """The last checkpoints of a method's runs."""
-    return list((deployed.folder / where / method).glob("*/*/checkpoints/last.ckpt"))
+def checkpoints(deployed: Deployment, where: str = "runs") -> list[Path]:
+    """The last checkpoints of runs."""
+    return list((deployed.folder / where).glob("*/*/checkpoints/last.ckpt"))
+
+
+def rows_of(checkpoint: Path) -> list[dict[str, str]]:
+    """The record of a checkpoint's run."""
+    with (checkpoint.parents[1] / "rounds.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def what_counts(path: Path) -> list[Any]:
     """Fingerprints of a run's model, its server's state and its payloads, and its record without times."""
     saved = torch.load(path, weights_only=True)
-    with (path.parents[1] / "rounds.csv").open(newline="") as file:
-        rows = [{name: value for name, value in row.items() if name not in AT_SITES} for row in csv.DictReader(file)]
+    rows = [{name: value for name, value in row.items() if name not in AT_SITES} for row in rows_of(path)]
     rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
     federation = saved["federation"]
     return [*map(digest, (saved["state_dict"], federation["aggregator"], federation["payloads"])), rows]
 
 
-def compare(deployed: Deployment, method: str) -> None:
-    """Demands that a federation at sites has ended as in one process."""
-    ends = [what_counts(path) for where in ("here", "runs") for path in checkpoints(deployed, method, where)]
+def compare(deployed: Deployment) -> None:
+    """Demands that the federation at sites has ended as in one process, without an absent client."""
+    ends = [what_counts(path) for where in ("here", "runs") for path in checkpoints(deployed, where)]
     if len(ends) != 2 or ends[0] != ends[1]:
-        raise AssertionError(f"{method} in one process and at sites: {ends}")
+        raise AssertionError(f"in one process and at sites: {ends}")
+    if any(row["absent"] for row in rows_of(checkpoints(deployed)[0])):
+        raise AssertionError("a client was absent")
 
 
-def run(deployed: Deployment, name: str, folder: Path, **settings: str) -> subprocess.Popen[bytes]:
-    """Starts the app's run, and shows it until it ends."""
-    words = [f'{name.replace("_", "-")}="{value}"' for name, value in {"keys": "sites.yaml", **settings}.items()]
-    return deployed.start(name, "flwr", "run", str(folder), "local", "--stream", "-c", " ".join(words))
+def begins(deployed: Deployment, round: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a round is at work: the one before is in the record."""
+
+    def written() -> bool:
+        with suppress(OSError):
+            return any(len(rows_of(path)) >= round - 1 for path in checkpoints(deployed))
+        return False
+
+    deployed.wait(written, process)
 
 
 def refused(deployed: Deployment) -> bool:
@@ -344,7 +360,7 @@ def refused(deployed: Deployment) -> bool:
 
 
 def scenario(deployed: Deployment) -> None:
-    """All of it; what has to be waited for is waited for together."""
+    """All of it."""
     begun = time.monotonic()
 
     def tell(text: str) -> None:
@@ -352,50 +368,50 @@ def scenario(deployed: Deployment) -> None:
 
     deployed.superlink()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(deployed.register, ("site0", "site1")))
-    for name in ("site0", "site1", "stranger"):
+        list(pool.map(deployed.register, CLIENTS))
+    for name in (*CLIENTS, "stranger"):
         deployed.supernode(name)
-    fedper, scaffold = (app(deployed, method) for method in METHODS)
+    folder = app(deployed)
     tell("a server and two sites have started")
 
-    first = run(deployed, "fedper-begins", fedper)
-    wait_until(lambda: checkpoints(deployed, "fedper"), first)
+    # longer than Flower keeps a killed SuperNode out, so that each round has all clients
+    settings = 'keys="sites.yaml" wait-for-lost=600'
+    run = deployed.start("run", "pfl-lightning", "flower", "run", str(folder), "local", "-c", settings)
+    begins(deployed, 2, run)
     deployed.kill_app("flwr-serverapp")
-    tell("fedper: the server's app is killed in the second round")
-
-    # longer than Flower keeps a killed SuperNode out, so that the round has all clients
-    second = run(deployed, "scaffold", scaffold, wait_for_lost="600")
-    wait_until(lambda: checkpoints(deployed, "scaffold"), second)
-    wait_until(lambda: deployed.apps("flwr-clientapp", "site1"), second)
-    deployed.kill("site1")
-    tell("scaffold: a site is killed in the second round")
-    # this server waits for the site too
-    third = run(deployed, "fedper-goes-on", fedper, ckpt_path="last")
-    wait_until(lambda: refused(deployed))
+    tell("the server's app is killed in the second round")
+    deployed.kill("site0")
+    tell("a site is killed")
+    deployed.wait(lambda: refused(deployed))
     tell("a SuperNode that isn't registered is refused")
-    for method in METHODS:
-        in_one_process(deployed, method)
-    wait_until(lambda: "Flower's error" in deployed.said("scaffold"), second)
-    tell("scaffold: the server knows that the site is gone")
-    back = deployed.supernode("site1")
-    while second.poll() is None or third.poll() is None:
-        # as a supervisor such as systemd does, should Flower not let it in yet
-        if back.poll() is not None:
-            back = deployed.supernode("site1")
-        time.sleep(0.2)
-    for method, what in (("scaffold", "the site is back, and was asked again"), ("fedper", "the server's app went on")):
-        compare(deployed, method)
-        tell(f"{method}: {what}; the same bits as in one process")
-    with (checkpoints(deployed, "scaffold")[0].parents[1] / "rounds.csv").open(newline="") as file:
-        row = next(csv.DictReader(file))
-    tell(f"a phase took {float(row['time/train']):.0f} s, of which a site trained {float(row['time/site']):.2f} s")
+    in_one_process(deployed)
+    deployed.supernode("site0")
+    begins(deployed, 3, run)
+    deployed.wait(lambda: deployed.apps("flwr-clientapp", "site1"), run)
+    deployed.kill("site1")
+    tell("the other site is killed in the third round")
+    deployed.supernode("site1")
+    deployed.wait(lambda: "Flower's error" in deployed.said("run"), run)
+    tell("the server knows that the site is gone")
+    deployed.wait(lambda: deployed.apps("flwr-clientapp", "site1"), run)
+    deployed.kill("superlink")
+    tell("the site is back, and the SuperLink is killed in the same round")
+    deployed.superlink()
+    deployed.wait(lambda: run.poll() is not None)
+    if run.returncode:
+        raise AssertionError(f"`pfl-lightning flower run` has ended with {run.returncode}")
+    compare(deployed)
+    tell("the run has ended by itself, with the bits of one process")
+    rows = rows_of(checkpoints(deployed)[0])
+    phase, trained = (min(float(row[name]) for row in rows) for name in ("time/train", "time/site"))
+    tell(f"the shortest phase took {phase:.0f} s, of which a site trained {trained:.2f} s")
 
 
 def main() -> None:
     """Runs the scenario."""
     # whoever ends this script ends all that it has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    with deployment() as deployed:
+    with deployment(CLIENTS) as deployed:
         scenario(deployed)
 
 

@@ -26,13 +26,13 @@ from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import SCAFFOLD, FedAMP
 from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.client.common import trained_parameters
-from pfl_lightning.compression import EightBits, Sign, TopK
+from pfl_lightning.compression import EightBits, HalfPrecision, Sign, TopK
 from pfl_lightning.engines import Sequential
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, LGFedAvg, Local
 from pfl_lightning.privacy import DPSGD, DPAverage
 
-KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}
+KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits(), "half": HalfPrecision()}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -81,6 +81,14 @@ def test_eight_bits_are_off_by_half_a_step_at_most(size):
     step = float(change.abs().max()) / 127
     assert packed["values"].dtype == torch.int8 and float(packed["scale"]) == pytest.approx(step)
     assert float((EightBits().unpack(packed, size) - change).abs().max()) <= step / 2 * (1 + 1e-5)
+
+
+def test_half_precision_rounds_to_eleven_bits():
+    change = torch.tensor([1 + 2**-11 + 2**-12, -0.1, 7e4])
+    packed = HalfPrecision().pack(change)
+    assert packed["values"].dtype == torch.float16
+    # rounded to the nearest, and bounded by the largest number of the type
+    assert HalfPrecision().unpack(packed, 3).tolist() == [1 + 2**-10, float(torch.tensor(-0.1).half()), 65504.0]
 
 
 @each_kind
@@ -155,7 +163,12 @@ def test_bytes_are_those_that_travel(kind):
     expected = 8  # of the number of samples
     for name, tensor in state.items():
         size = tensor.numel()
-        by_kind = {TopK: 8 * math.ceil(0.25 * size), Sign: math.ceil(size / 8) + 4, EightBits: size + 4}
+        by_kind = {
+            TopK: 8 * math.ceil(0.25 * size),
+            Sign: math.ceil(size / 8) + 4,
+            EightBits: size + 4,
+            HalfPrecision: 2 * size,
+        }
         expected += by_kind[type(kind)] if name in parameters else tensor.nbytes
     assert [row["bytes/up"] for row in run.rows] == [4 * expected] * 2
     whole = fit(make_client(net=noisy), max_rounds=2)

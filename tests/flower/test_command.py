@@ -24,6 +24,7 @@ from pfl_lightning.flower import apps
 from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import FedPer
+from pfl_lightning.runs.deployment_status import DeploymentStatus, write_status
 
 CONFIG = """
 seed_everything: 0
@@ -37,6 +38,10 @@ data:
   init_args: {num_clients: 4, max_samples: 200}
 trainer: {max_rounds: 1, default_root_dir: ROOT, accelerator: cpu}
 """
+
+
+class PowerCut(BaseException):
+    """Ends a server's app without a chance to do anything about it."""
 
 
 @pytest.fixture
@@ -102,6 +107,33 @@ def test_a_tracker_at_the_server_is_one_of_the_app_and_status_shows_the_run(app,
     assert dict(told)["state"].startswith("finished, process") and dict(told)["round"] == "1 of 1"
     sites = [value.split(":")[0] for name, value in told if name == "site"]
     assert sites == ["clients 0 (Bremen), 1 (Ulm), 2 (Kiel), 3 (Jena)"]
+
+
+@pytest.mark.exhaustive
+def test_an_unfinished_run_goes_on_in_its_folder(app, tmp_path):
+    run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    run |= {"timeout": 20, "patience": 5, "flags": "--trainer.max_rounds 2", "ckpt-path": "unfinished"}
+    nodes = {1: {"clients": "0 1 2 3", "state-dir": str(tmp_path / "states")}}
+    answers = []
+
+    def spoil(node, kind, content):
+        answers.append(kind)
+        # at the start, in the second round, and in the next try before a round
+        if len(answers) in (1, 5, 6):
+            raise PowerCut
+
+    grid = LocalGrid(apps.client_app(app), nodes, spoil=spoil, run_config=run)
+    for _ in range(3):
+        with pytest.raises(PowerCut):
+            apps.fitted(grid, app, run)
+    assert answers == ["query", "query", "train", "evaluate", "train", "query"]
+    apps.fitted(grid, app, run)
+    (path,) = (tmp_path / "there").rglob("rounds.csv")
+    assert [line.partition(",")[0] for line in path.read_text().splitlines()] == ["round", "1", "2"]
+    status = DeploymentStatus(app / "deployment.status")
+    assert status.state == "finished" and status.unfinished is None
+    write_status(status.path, {**status.told, "state": "failed"})
+    assert DeploymentStatus(status.path).unfinished == path.parent / "checkpoints" / "last.ckpt"
 
 
 def test_settings_of_a_quorum_are_those_of_the_app(app):

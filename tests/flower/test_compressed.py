@@ -8,7 +8,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import deploy, grid_of, rewrite
 
 from federations import Pause, equal, fit, make_client
-from pfl_lightning.compression import EightBits, Sign, TopK
+from pfl_lightning.compression import EightBits, HalfPrecision, Sign, TopK
 from pfl_lightning.methods import FedPer
 from sweeps import swept
 
@@ -17,7 +17,7 @@ def make():
     return make_client(FedPer, optimizer_lifetime="run")
 
 
-KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits()}
+KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits(), "half": HalfPrecision()}
 
 
 @pytest.mark.parametrize("name", swept(KINDS, ("top-k", "8 bits"), str))

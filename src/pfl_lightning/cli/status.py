@@ -129,7 +129,7 @@ def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
         lines.append(("without a site", ", ".join(missing)))
     lines += [("refused", f"node {site['node']}: {site['reason']}") for site in told.get("refused_sites", ())]
     if deployment.exit_code:
-        lines.append(("go on by", "flwr run APP, with ckpt-path=last"))
+        lines.append(("go on by", "pfl-lightning flower run APP"))
     return lines
 
 

@@ -25,7 +25,7 @@ from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
-from pfl_lightning.runs.deployment_status import FILE
+from pfl_lightning.runs.deployment_status import FILE, UNFINISHED, DeploymentStatus
 
 AT_SITES = """
     --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
@@ -173,21 +173,26 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
     """
     # before the app's options, so that a folder may choose another device for the server
     cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
+    status = status_in(run, Path(cli.trainer.default_root_dir))
+    # Flower's settings have no None: an empty text and 0 stand for it
+    ckpt_path = str(run.get("ckpt-path", "")) or None
+    if ckpt_path == UNFINISHED:
+        last = DeploymentStatus(status).unfinished
+        ckpt_path = None if last is None else str(last)
     serve(
         grid,
         cli.trainer,
         cli.model,
         cli.datamodule,
         cli.aggregator,
-        # Flower's settings have no None: an empty text and 0 stand for it
-        ckpt_path=str(run.get("ckpt-path", "")) or None,
+        ckpt_path=ckpt_path,
         keys=keys_in(folder / str(run["keys"]), names_in(run)) if run.get("keys") else None,
         timeout=float(run["timeout"]),
         patience=float(run["patience"]),
         max_norm=float(run["max-norm"]) or None,
         names=names_in(run),
         quorum=quorum_in(run),
-        status=status_in(run, Path(cli.trainer.default_root_dir)),
+        status=status,
     )
 
 

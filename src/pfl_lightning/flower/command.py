@@ -12,6 +12,7 @@ from pfl_lightning.cli.configs import find, nearest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.flower.export import export
+from pfl_lightning.flower.runner import Runner
 from pfl_lightning.runs.deployment_status import FILE
 
 # Flower is imported nowhere in this file: `export` and the help work without the extra installed
@@ -19,10 +20,12 @@ DESCRIPTION = """\
 A federation at sites that keep their data, over Flower.
 
     pfl-lightning flower new clinics --config methods/fedper --config mine.yaml
+    pfl-lightning flower run clinics
     pfl-lightning flower export --state-dir states --client 3 model.ckpt
 
-The first writes a folder, an app of Flower, with the commands for server and sites in its README. The second is for a
-site: it writes a client's model to a checkpoint of its own.
+The first writes a folder, an app of Flower, with the commands for server and sites in its README. The second runs it to
+the end: where the server's app or the SuperLink dies, it goes on from the last round. The third is for a site: it
+writes a client's model to a checkpoint of its own.
 """
 
 # dependencies are empty: Flower would otherwise install packages on the server and at sites while a federation runs
@@ -50,7 +53,7 @@ clientapp = "{package}.site:app"
 # of this folder, or packaged ones; later ones and flags win, as of `pfl-lightning fit`
 config = "{configs}"
 flags = ""
-# "last" goes on with the newest run of the method
+# for `flwr run`: "last" goes on with the newest run of the method, "unfinished" with the last one if that has no end
 ckpt-path = ""
 # seconds that a phase of a round waits for sites at most, and that the start waits for the clients that it needs
 timeout = 600
@@ -100,7 +103,7 @@ and in this folder:
         --node-config 'clients="{clients[0]}" state-dir="{here}/states-0"'
     flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9102 \\
         --node-config 'clients="{clients[1]}" state-dir="{here}/states-1"'
-    flwr run . local --stream
+    pfl-lightning flower run . local
 
 `clients` are the ids, from 0 up, of the clients that a site has; all sites together have all. `local` is a connection
 in `~/.flwr/config.toml`:
@@ -180,20 +183,27 @@ def main(args: list[str]) -> int:
         args: the command's arguments.
 
     Returns:
-        The exit code.
+        The exit code: 0, or 1 if a run has failed or was stopped.
 
     Raises:
         MisconfigurationException: if the extra ``flower`` isn't installed, an argument is missing or wrong, or a file
             can't be written or found.
     """
-    usage = "%(prog)s new APP --config NAME | %(prog)s export --client ID FILE"
+    usage = "%(prog)s new APP --config NAME | %(prog)s run APP [CONNECTION] | %(prog)s export --client ID FILE"
     parser = Arguments("flower", usage=usage, description=DESCRIPTION)
-    parser.add_argument("action", choices=["new", "export"])
-    parser.add_argument("path", type=Path, metavar="APP | FILE", help="the folder, or the checkpoint, to write")
+    parser.add_argument("action", choices=["new", "run", "export"])
+    parser.add_argument("path", type=Path, metavar="APP | FILE", help="the app's folder, or the checkpoint to write")
+    parser.add_argument("connection", nargs="?", default="", metavar="CONNECTION", help="run: as of flwr run")
+    parser.add_argument("-c", action="append", default=[], metavar="SETTINGS", help="run: as of flwr run")
+    parser.add_argument("--anew", action="store_true", help="run: begin anew where the last run hasn't finished")
     parser.add_argument("--config", action="append", default=[], metavar="NAME", help="new: as of fit, several in turn")
     parser.add_argument("--client", type=int, help="export: the client's id")
     parser.add_argument("--state-dir", type=Path, default=Path("states"), help="export: where the site keeps them")
     given = parser.parse_args(args)
+    if given.action == "run":
+        return Runner(given.path, given.connection, given.c, given.anew).run()
+    if given.connection:
+        parser.error(f"{given.action} takes no {given.connection}")
     if given.action == "export":
         if given.client is None:
             raise MisconfigurationException("flower export: --client says whose model is to be written; give an id.")

@@ -156,6 +156,8 @@ class Link:
         """Messages of the last phase by client, more than one where a lost site has come back."""
         self.took: dict[int, float] = {}
         """Seconds from the begin of the last phase to each client's answer."""
+        self.trained: dict[int, float] = {}
+        """The same of the last training, for the record: a round may have evaluations behind it."""
         self.seen: dict[int, float] = {}
         """Time of the system's clock at which each node was last connected."""
         self.refusals: dict[int, str] = {}
@@ -282,6 +284,8 @@ class Link:
                 break
             if not heard:
                 time.sleep(min(self.poll, until - now))
+        if kind == MessageType.TRAIN:
+            self.trained = dict(self.took)
         # a site at work on an earlier phase isn't asked anew before it answers, and its answer must not pass for one
         # of the next phase
         for sent in self._sent.values():

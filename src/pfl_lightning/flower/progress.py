@@ -10,10 +10,10 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.callbacks.checkpoints import LastCheckpoint
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.remote import Remote
-from pfl_lightning.messages import Updates
 from pfl_lightning.runs.deployment_status import write_status
 from pfl_lightning.stopping import Stopped
 
@@ -27,13 +27,15 @@ class Progress(FederatedCallback):
     Args:
         link: the connection to the sites.
         path: the file; None writes none.
+        checkpoint: the checkpoint with which the run goes on; None for a new run.
     """
 
-    def __init__(self, link: Link, path: Path | None = None) -> None:
+    def __init__(self, link: Link, path: Path | None = None, checkpoint: str | None = None) -> None:
         self.link, self.path = link, path
         self._state: dict[str, Any] = {"state": "waiting", "round": 0, "rounds": None, "reason": "", "last": {}}
+        # a server killed again before its first round must not have the run begin anew
+        self._state["checkpoint"] = checkpoint
         self._cohort: list[int] = []
-        self._slowest: tuple[int, float] | None = None
         self._begun = self._written = -math.inf
         self._told = -1
         link.on_look = self._look
@@ -55,16 +57,16 @@ class Progress(FederatedCallback):
         """Write that the rounds begin."""
         federation = cast(Federation, pl_module)
         folder = str(trainer.log_dir or "")
-        self._write(state="running", round=federation.round, rounds=trainer.max_epochs, run=folder)
+        kept = [
+            callback for callback in cast(Any, trainer).checkpoint_callbacks if isinstance(callback, LastCheckpoint)
+        ]
+        last = next((str(Path(callback.dirpath, "last.ckpt")) for callback in kept if callback.dirpath), None)
+        self._write(state="running", round=federation.round, rounds=trainer.max_epochs, run=folder, checkpoint=last)
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Start the round's clock."""
-        self._cohort, self._slowest, self._begun = cohort, None, time.monotonic()
-
-    def on_aggregate_start(self, trainer: Trainer, federation: Federation, updates: Updates) -> None:
-        """Note the slowest client of the training; an evaluation has times of its own."""
-        took = self.link.took
-        self._slowest = max(((client, took[client]) for client in took), key=lambda item: item[1], default=None)
+        self._cohort, self._begun = cohort, time.monotonic()
+        self.link.trained.clear()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the round's line, once evaluated, and write the file."""
@@ -82,8 +84,9 @@ class Progress(FederatedCallback):
             parts.append(f"loss {row['train/loss']:.4g}")
         if not math.isnan(value := row.get(f"val/{monitor.metric}", math.nan)):
             parts.append(f"validation {monitor.words} {monitor.written(value)}")
-        if self._slowest is not None:
-            parts.append(f"slowest client {label(self._slowest[0])} after {self._slowest[1]:.1f} s")
+        if took := self.link.trained:
+            slowest = max(took, key=lambda client: took[client])
+            parts.append(f"slowest client {label(slowest)} after {took[slowest]:.1f} s")
         line = f"round {federation.round} of {trainer.max_epochs}, {time.monotonic() - self._begun:.1f} s: "
         line += "; ".join(parts)
         # flushed, as Flower passes on what an app prints, and its pipe is no terminal

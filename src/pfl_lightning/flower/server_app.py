@@ -165,7 +165,7 @@ def serve(
     link = Link(grid, data.num_clients, initial, keys, timeout, poll, names, quorum, cohort)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, names)
-    progress, states = Progress(link, status), States(link, patience)
+    progress, states = Progress(link, status, ckpt_path), States(link, patience)
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)

@@ -22,6 +22,9 @@ except ModuleNotFoundError:
 FILE = "deployment.status"
 """The file's name; without the suffix of JSON, with which Flower would pack the file into the app."""
 
+UNFINISHED = "unfinished"
+"""The ``ckpt-path`` of an app that goes on with the deployment of its status file, unless that has finished."""
+
 SILENT = 300.0
 """Seconds without a new file after which a server on another machine counts as dead."""
 
@@ -83,6 +86,12 @@ class DeploymentStatus:
         here = self.told.get("host") == socket.gethostname()
         lives = is_alive(int(self.told["process"])) if here else time.time() - self.told["written"] < SILENT
         return state if lives else "dead"
+
+    @property
+    def unfinished(self) -> Path | None:
+        """The last checkpoint of a deployment that hasn't come to its end; None without one."""
+        last = Path(str(self.told.get("checkpoint") or ""))
+        return last if self.state != "finished" and last.is_file() else None
 
     @property
     def exit_code(self) -> int:

@@ -1,0 +1,178 @@
+"""The command ``pfl-lightning flower run``: an app's run to its end, though server or SuperLink die meanwhile."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.runs.deployment_status import UNFINISHED
+
+try:
+    import tomllib
+# Python 3.10
+except ModuleNotFoundError:
+    import tomli as tomllib  # type: ignore[no-redef]
+
+PAUSE = 5.0
+"""Seconds between two questions to a SuperLink that doesn't answer, or about a run whose log has ended."""
+LOST = 5
+"""Largest number of runs that may be lost one after another, without the end of a round in between."""
+OWN_ERROR = "ServerApp failed with exception"
+"""Flower's words for a server's app that has ended by an error, which another run would repeat."""
+
+
+class Runner:
+    """Runs an app until its federation has finished: a run whose server dies is followed by one that goes on.
+
+    Args:
+        app: the folder of the app.
+        connection: name of the connection to the SuperLink; empty for Flower's default.
+        settings: settings of the app, each in the form of ``flwr run -c``.
+        anew: whether a new run begins where the last one hasn't finished.
+
+    Raises:
+        MisconfigurationException: if the folder is no app, Flower isn't installed, or a setting is the command's own.
+    """
+
+    def __init__(self, app: Path, connection: str = "", settings: Sequence[str] = (), anew: bool = False) -> None:
+        if any("ckpt-path" in setting for setting in settings):
+            raise MisconfigurationException(
+                "flower run: -c 'ckpt-path=...' is for `flwr run`; this command finds the last checkpoint of a run "
+                "that hasn't finished, and --anew begins a new run."
+            )
+        try:
+            project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+            self.name = f"{project['tool']['flwr']['app']['publisher']}/{project['project']['name']}"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise MisconfigurationException(
+                f"flower run: {app} is no app of Flower; give a folder from `pfl-lightning flower new`."
+            ) from error
+        # the program of this environment, which may not be the shell's
+        program = shutil.which("flwr", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        if program is None:
+            raise MisconfigurationException(
+                "flower run: Flower isn't installed; pip install 'pfl-lightning[flower]', with Python 3.11 or newer."
+            )
+        self.program, self.app, self.anew = program, app, anew
+        self.connection = [connection] if connection else []
+        self.settings = [word for setting in settings for word in ("-c", setting)]
+        self._lines = self._rounds = 0
+
+    def run(self) -> int:
+        """Run the app to its end; return 0 for a finished federation, and 1 for an error or a stop."""
+        # a command that was killed itself, and is started again, goes on with the run that it has left
+        number = "" if self.anew else self._under_way()
+        lost = 0
+        while True:
+            if not (number := number or self._begun(after_loss=lost > 0)):
+                return 1
+            rounds = self._rounds
+            status, details = self._followed(number)
+            if status == "finished:completed":
+                return 0
+            if status != "finished:failed" or details.startswith(OWN_ERROR):
+                tell(f"run {number} has {status.removeprefix('finished:')}: {details}")
+                return 1
+            lost = lost + 1 if self._rounds == rounds else 1
+            if lost > LOST:
+                tell(f"{lost} runs were lost one after another; `flwr log {number}` has the last one's words.")
+                return 1
+            tell(f"run {number} is lost ({details}), and another goes on from its last round.")
+            number = ""
+
+    def _under_way(self) -> str:
+        """Return the number of the app's run that hasn't ended; empty without one."""
+        runs = self._asked("list").get("runs", [])
+        found = [run for run in runs if run["fab-id"] == self.name and not run["status"].startswith("finished")]
+        if found:
+            tell(f"run {found[0]['run-id']} is under way.")
+        return str(found[0]["run-id"]) if found else ""
+
+    def _begun(self, after_loss: bool) -> str:
+        """Begin a run, and return its number; empty if that fails.
+
+        Args:
+            after_loss: whether a run was lost before, after which the SuperLink is waited for.
+        """
+        told = False
+        while True:
+            resume = "" if self.anew else UNFINISHED
+            answer = self._asked("run", str(self.app), after=[*self.settings, "-c", f'ckpt-path="{resume}"'])
+            if number := answer.get("run-id"):
+                self._lines = 0
+                tell(f"run {number} begins.")
+                return str(number)
+            if not told:
+                tell(" ".join(str(answer.get("error-message", answer)).split()))
+                told = True
+            if not after_loss:
+                return ""
+            time.sleep(PAUSE)
+
+    def _followed(self, number: str) -> tuple[str, str]:
+        """Print what a run's server says until the run has ended; return Flower's status of the run, and its reason."""
+        told = False
+        while True:
+            self._print_log(number)
+            answer = self._asked("list")
+            if answer.get("success"):
+                told = False
+                # a SuperLink without a database knows none of the runs before its start
+                unknown = {"run-id": number, "status": "finished:failed", "status-details": "the SuperLink forgot it"}
+                run = next((run for run in answer["runs"] if str(run["run-id"]) == number), unknown)
+                if run["status"].startswith("finished"):
+                    return run["status"], run["status-details"]
+            elif not told:
+                tell("the SuperLink doesn't answer; it is asked again until it does.")
+                told = True
+            time.sleep(PAUSE)
+
+    def _print_log(self, number: str) -> None:
+        """Print new lines of a run's log, until the log has ended or the connection is lost."""
+        command = [self.program, "log", number, *self.connection, "--stream"]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        lines = 0
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        ) as log:
+            assert log.stdout is not None
+            for line in log.stdout:
+                lines += 1
+                # each stream begins with a log's first line
+                if lines > self._lines:
+                    self._lines = lines
+                    self._rounds += line.startswith("round ")
+                    # before its first word the server has left the state of an earlier run as it was
+                    self.anew = self.anew and not line.startswith("waiting for sites")
+                    print(line, end="", flush=True)
+
+    def _asked(self, command: str, *words: str, after: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the answer of a command of Flower.
+
+        Args:
+            command: the command's name.
+            *words: its arguments before the connection.
+            after: its arguments after the connection.
+        """
+        told = subprocess.run(
+            [self.program, command, *words, *self.connection, *after, "--format", "json"],
+            capture_output=True,
+            text=True,
+        )
+        try:
+            answer = json.loads(told.stdout)
+        except ValueError:
+            return {"success": False, "error-message": told.stdout + told.stderr}
+        return answer if isinstance(answer, dict) else {"success": False}
+
+
+def tell(text: str) -> None:
+    """Print a line of the command's own, apart from the server's lines."""
+    print(f"pfl-lightning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""An app's run to its end, with a program in Flower's place that gives prepared answers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.flower import runner
+from pfl_lightning.flower.runner import LOST, Runner
+
+APP = '[project]\nname = "clinics"\n[tool.flwr.app]\npublisher = "pfl"\n'
+DEAD = "No heartbeat received from the task"
+PROGRAM = """#!/bin/sh
+cd {folder}
+echo "$@" >> asked
+line=$(wc -l < asked)
+cat "answer-$((line))"
+"""
+LOG = "Using SuperLink: local\nwaiting for sites: 0 of 4 clients have one\n"
+
+
+@pytest.fixture
+def flower(tmp_path, monkeypatch):
+    """Returns the exit code of a run, and what Flower was asked, given its answers in turn."""
+    app = tmp_path / "clinics"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(APP)
+    program = tmp_path / "flwr"
+    program.write_text(PROGRAM.format(folder=tmp_path))
+    program.chmod(0o700)
+    monkeypatch.setattr(runner, "PAUSE", 0.0)
+    monkeypatch.setattr(runner.shutil, "which", lambda name, path: str(program))
+
+    def run(*answers, **settings):
+        for number, answer in enumerate(answers, 1):
+            (tmp_path / f"answer-{number}").write_text(answer if isinstance(answer, str) else json.dumps(answer))
+        code = Runner(app, "local", **settings).run()
+        asked = Path(tmp_path, "asked").read_text().replace(str(app), "APP").splitlines()
+        # else an answer was never asked for
+        assert len(asked) == len(answers)
+        return code, asked
+
+    return run
+
+
+def begun(number):
+    return {"success": True, "run-id": number}
+
+
+def runs(status=None, details="", number="7", name="pfl/clinics"):
+    row = {"run-id": number, "fab-id": name, "status": status, "status-details": details}
+    return {"success": True, "runs": [row] if status else []}
+
+
+UNREACHABLE = {"success": False, "error-message": "Connection to the SuperLink is unavailable."}
+
+
+def test_a_run_to_its_end(flower, capsys):
+    code, asked = flower(
+        runs("running", name="pfl/others"), begun("7"), LOG + "round 1 of 1\n", runs("finished:completed")
+    )
+    assert code == 0
+    assert asked == [
+        "list local --format json",
+        'run APP local -c ckpt-path="unfinished" --format json',
+        "log 7 local --stream",
+        "list local --format json",
+    ]
+    assert capsys.readouterr().out == LOG + "round 1 of 1\n"
+
+
+def test_a_lost_run_is_followed_by_one_that_goes_on(flower, capsys):
+    code, asked = flower(
+        begun("7"),
+        LOG,
+        # the SuperLink is dead, and the log comes again from its first line when it is back
+        UNREACHABLE,
+        "",
+        runs("running"),
+        LOG + "round 1 of 2\n",
+        runs("finished:failed", DEAD),
+        UNREACHABLE,
+        begun("8"),
+        LOG + "round 2 of 2\n",
+        runs("finished:completed", number="8"),
+        anew=True,
+        settings=["timeout=5"],
+    )
+    assert code == 0
+    begins = [line for line in asked if line.startswith("run")]
+    assert begins == [
+        f'run APP local -c timeout=5 -c ckpt-path="{path}" --format json' for path in ("", "unfinished", "unfinished")
+    ]
+    assert capsys.readouterr().out == LOG + "round 1 of 2\n" + LOG + "round 2 of 2\n"
+
+
+def test_a_new_run_whose_server_said_nothing_is_begun_anew_again(flower):
+    _, asked = flower(
+        begun("7"),
+        "",
+        runs(),
+        begun("8"),
+        LOG,
+        runs("finished:completed", number="8"),
+        anew=True,
+    )
+    assert [line.split()[4] for line in asked if line.startswith("run")] == ['ckpt-path=""', 'ckpt-path=""']
+
+
+def test_a_run_under_way_is_followed(flower):
+    code, asked = flower(runs("running", number="5"), LOG, runs("finished:completed", number="5"))
+    assert code == 0 and asked[1] == "log 5 local --stream"
+
+
+@pytest.mark.parametrize(
+    ("status", "details"),
+    [("finished:failed", "ServerApp failed with exception: trainer.min_clients=0"), ("finished:stopped", "")],
+)
+def test_an_error_of_the_app_or_a_stop_ends_the_command(flower, status, details):
+    code, asked = flower(runs(), begun("7"), LOG, runs(status, details))
+    assert code == 1 and len(asked) == 4
+
+
+def test_a_superlink_that_doesnt_answer_at_first_ends_the_command(flower, capsys):
+    code, _ = flower(UNREACHABLE, UNREACHABLE)
+    assert code == 1 and "Connection to the SuperLink is unavailable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("with_round", "runs_until_end"), [(None, LOST + 1), (3, LOST + 3)])
+def test_runs_lost_one_after_another_end_the_command(flower, with_round, runs_until_end):
+    answers = []
+    for run in range(1, runs_until_end + 1):
+        # a round's end counts as a new beginning
+        answers += [begun("7"), LOG + "round 3 of 9\n" * (run == with_round), runs("finished:failed", DEAD)]
+    code, _ = flower(runs(), *answers)
+    assert code == 1
+
+
+def test_a_checkpoint_of_the_users_or_another_folder_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"ckpt-path.*--anew"):
+        Runner(tmp_path, settings=['ckpt-path="last"'])
+    with pytest.raises(MisconfigurationException, match="no app of Flower"):
+        Runner(tmp_path)
