@@ -10,18 +10,39 @@ import pfl_lightning
 project = "pfl-lightning"
 author = "pfl-lightning contributors"
 version = release = pfl_lightning.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "docstrings", "native_math", "site_pages"]
-myst_enable_extensions = ["deflist"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_design",
+    # brings myst_parser
+    "myst_nb",
+    "docstrings",
+    "native_math",
+    "site_pages",
+]
+myst_enable_extensions = ["deflist", "colon_fence"]
+# notebooks hold their outputs; CI runs them by itself
+nb_execution_mode = "off"
+nb_output_stderr = "remove"
 myst_heading_anchors = 3
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = "pfl-lightning"
 html_math_renderer = "mathml"
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+# types stand beside the arguments' descriptions, and signatures stay short
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+add_module_names = False
 autodoc_default_options = {"members": True, "show-inheritance": True, "ignore-module-all": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-exclude_patterns = ["_build"]
+# myst_nb keeps copies of notebooks beside the site
+exclude_patterns = ["_build", "jupyter_execute"]
 # types in signatures, most of them other packages'; what docstrings and pages refer to is checked
 nitpick_ignore_regex = [("py:(class|exc|data)", ".*"), ("py:obj", r"typing\..*")]
 nitpicky = True

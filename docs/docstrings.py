@@ -2,9 +2,11 @@
 
 import importlib
 import re
+import sys
 from types import ModuleType
 from typing import Any
 
+from site_pages import public
 from sphinx.application import Sphinx
 
 import pfl_lightning
@@ -32,7 +34,7 @@ def reference(word: str, name: str) -> str:
     """What stands for a name in single backticks: a reference to what it is, or the name as code.
 
     >>> reference("Aggregator", "pfl_lightning.methods.fedawa.FedAWA")
-    ':py:obj:`~pfl_lightning.aggregators.base.Aggregator`'
+    ':py:obj:`Aggregator <pfl_lightning.Aggregator>`'
     >>> reference("Callback", "pfl_lightning.callbacks.base.FederatedCallback")
     '``Callback``'
 
@@ -42,7 +44,9 @@ def reference(word: str, name: str) -> str:
     """
     module, way = located(name)
     first, *rest = word.split(".")
-    for scope in (*reversed(way), module, pfl_lightning, pfl_lightning.aggregators, pfl_lightning.methods):
+    # a public name leads to a class whose docstring speaks of names beside its definition
+    homes = [sys.modules[part.__module__] for part in reversed(way) if getattr(part, "__module__", "") in sys.modules]
+    for scope in (*reversed(way), *homes, module, pfl_lightning, pfl_lightning.aggregators, pfl_lightning.methods):
         if isinstance(scope, type) and any(first in vars(base).get("__annotations__", {}) for base in scope.__mro__):
             return f"``{word}``"
         found = getattr(scope, first, None)
@@ -58,15 +62,15 @@ def reference(word: str, name: str) -> str:
 
 
 def to(found: Any, scope: Any, word: str) -> str:
-    """A reference to an object of the package; another's, or a value, as code."""
+    """Return a reference to an object by its public name; an object without one, or a value, as code."""
     if isinstance(found, ModuleType):
         target = found.__name__
     elif hasattr(found, "__qualname__") and getattr(found, "__module__", None):
         target = f"{found.__module__}.{found.__qualname__}"
     else:
         return f"``{word}``"
-    own = target.startswith("pfl_lightning.") and "<" not in target
-    return f":py:obj:`{word} <{target}>`" if own else f"``{word}``"
+    known = public(target)
+    return f":py:obj:`{word} <{known}>`" if known else f"``{word}``"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,11 +1,17 @@
-"""Pages that each build makes: README and CONTRIBUTING, one a room of the package, and one a file of methods."""
+"""Pages that each build makes: README, CONTRIBUTING and notebooks, the reference, the gallery, and one a file of methods."""
 
 import ast
-import csv
+import importlib
+import inspect
 import re
-from collections.abc import Iterator
+import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gallery
 from sphinx.application import Sphinx
 
 import pfl_lightning
@@ -13,70 +19,158 @@ from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
 PACKAGE = Path(pfl_lightning.__file__).parent
-ROOMS = (
-    *("client", "aggregators", "methods", "federation", "selection", "privacy", "engines", "data", "tasks", "nets"),
-    *("callbacks", "plots", "runs", "contract", "flower", "cli"),
-)
-"""Folders of the package, those first that a reader begins with."""
+ROOMS = {
+    "pfl_lightning": "Trainer, client module and aggregator: the base of all else",
+    "pfl_lightning.data": "Clients and their samples: data sets, sources, partitioners, preprocessing",
+    "pfl_lightning.methods": "Client sides of the methods",
+    "pfl_lightning.aggregators": "Server sides of the methods",
+    "pfl_lightning.aggregators.means": "Rules in the place of the weighted mean, against bad clients",
+    "pfl_lightning.tasks": "Losses and metrics: classes, quantities, survival, labels, masks, tokens",
+    "pfl_lightning.nets": "Networks, and the cut into features and classifier",
+    "pfl_lightning.callbacks": "Records, pictures, attacks and audits",
+    "pfl_lightning.plots": "Pictures of federations, from Python",
+    "pfl_lightning.privacy": "Differential privacy and secure sums",
+    "pfl_lightning.selection": "The cohort of a round",
+    "pfl_lightning.client": "Hooks and phases of the client side",
+    "pfl_lightning.engines": "How the clients of a round run",
+}
+"""Public modules, each with a line of description; their ``__all__`` is the reference."""
 LEDGER = ("cwfedavg", "fedawa", "fedrema", "fedclassavg")
 """Methods whose papers' claims have a section of their own in claims.md."""
 
 
-def modules(folder: Path) -> Iterator[str]:
-    """The modules of a folder with all folders inside, by their dotted names."""
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def exported(module: str) -> list[str]:
+    """Return a public module's own names: those of earlier modules, submodules and the version left out."""
+    earlier = {id(one) for one in named_before(module)}
+    found = importlib.import_module(module)
+    names = [name for name in found.__all__ if not name.startswith("_")]
+    return [name for name in names if id(getattr(found, name)) not in earlier]
 
 
-def file_of(module: str) -> Path:
-    """The file of a module or package."""
-    path = PACKAGE.parent.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+def named_before(module: str) -> list[Any]:
+    """Return all objects that public modules before this one export."""
+    before = list(ROOMS)[: list(ROOMS).index(module)]
+    found = [importlib.import_module(each) for each in before]
+    return [getattr(each, name) for each in found for name in each.__all__ if not isinstance(getattr(each, name), str | int)]
 
 
-def first_line(module: str) -> str:
-    """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(file_of(module).read_text())) or "").partition("\n")[0]
+@cache
+def public_names() -> dict[str, str]:
+    """Return the public name of each class and function by the name where it is defined."""
+    names = {}
+    for module in ROOMS:
+        for name in exported(module):
+            found = getattr(importlib.import_module(module), name)
+            if hasattr(found, "__qualname__"):
+                names[f"{found.__module__}.{found.__qualname__}"] = f"{module}.{name}"
+    return names
 
 
-def documented(module: str) -> str:
-    """The directive that documents a module; a package's names are documented where they are defined."""
-    members = "\n   :no-members:" if file_of(module).name == "__init__.py" else ""
-    return f"```{{eval-rst}}\n.. automodule:: {module}{members}\n```\n"
+def public(target: str) -> str | None:
+    """Return the public name of an object or of its member; None without one.
+
+    >>> public("pfl_lightning.aggregators.base.Aggregator.welcome")
+    'pfl_lightning.Aggregator.welcome'
+    >>> public("pfl_lightning.engines.ragged.Ragged")
+
+    Args:
+        target: the dotted name where the object is defined.
+    """
+    parts = target.split(".")
+    for end in range(len(parts), 1, -1):
+        if known := public_names().get(".".join(parts[:end])):
+            return ".".join([known, *parts[end:]])
+    return None
 
 
-def room(name: str) -> str:
-    """The page of a room: its modules one below the other, without files of methods, which have pages of their own."""
-    own, *others = modules(PACKAGE / name)
-    own_pages = set(by_module()) if name == "methods" else set()
-    sections = [f"## {each}\n\n{documented(each)}" for each in others if each not in own_pages]
-    return "\n".join([f"# {own}\n", documented(own), *sections])
+def first_sentence(text: str | None) -> str:
+    """Return the first paragraph of a docstring in one line of reStructuredText."""
+    return " ".join(inspect.cleandoc(text or "").split("\n\n")[0].split())
 
 
-def by_module() -> dict[str, list[Method]]:
-    """The methods by the module that has what tells them from others."""
-    found: dict[str, list[Method]] = {}
-    for method in METHODS:
-        own = method.client if method.aggregator is None else type(method.new_aggregator())
-        bearer = own if own.__module__.startswith("pfl_lightning.methods.") else method.client
-        found.setdefault(bearer.__module__, []).append(method)
+@cache
+def value_docs(module: str) -> dict[str, str]:
+    """Return the docstrings of a module's values, by name, from the files of its folder."""
+    file = Path(importlib.import_module(module).__file__)
+    found = {}
+    for path in sorted(file.parent.rglob("*.py") if module != "pfl_lightning" else [file]):
+        body = ast.parse(path.read_text()).body
+        for line, text in zip(body, body[1:], strict=False):
+            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found |= {target.id: str(text.value.value) for target in targets if isinstance(target, ast.Name)}
     return found
 
 
-def measured() -> dict[str, dict[str, str]]:
-    """What each method sends, keeps and needs, by its name."""
-    with (PACKAGE / "methods" / "table.csv").open() as table:
-        return {row["method"]: row for row in csv.DictReader(table)}
+def on_its_method(found: Any) -> bool:
+    """Return True if an object is documented on the page of a method."""
+    return getattr(found, "__module__", None) in by_module()
+
+
+def as_code(text: str) -> str:
+    """Return a docstring with its names in single backticks as code; roles and code stay.
+
+    >>> as_code("Adds :math:`x` to `Net`, as ``y``")
+    'Adds :math:`x` to ``Net``, as ``y``'
+    """
+    return re.sub(r"(:\w+:`[^`]*`|``[^`]*``)|`([^`]+)`", lambda found: found[1] or f"``{found[2]}``", text)
+
+
+def entry(module: str, name: str) -> str:
+    """Return the directive that documents a name of a public module."""
+    found = getattr(importlib.import_module(module), name)
+    if inspect.isclass(found):
+        return f".. autoclass:: {module}.{name}\n"
+    if inspect.isroutine(found):
+        return f".. autofunction:: {module}.{name}\n"
+    text = as_code(inspect.cleandoc(value_docs(module).get(name, "")))
+    return f".. py:data:: {module}.{name}\n\n" + "".join(f"   {line}\n" for line in text.splitlines())
+
+
+def summary(module: str, names: list[str]) -> str:
+    """Return a table of names, each with a link and the first paragraph of its docstring."""
+    lines = [".. list-table::\n   :widths: 30 70\n"]
+    for name in names:
+        found = getattr(importlib.import_module(module), name)
+        text = value_docs(module).get(name, "") if not hasattr(found, "__qualname__") else found.__doc__
+        lines.append(f"   * - :py:obj:`{name} <{module}.{name}>`\n     - {as_code(first_sentence(text))}")
+    return "\n".join(lines) + "\n"
+
+
+def room(module: str) -> str:
+    """Return a public module's page: a table of its names, and their documentation below."""
+    names = sorted(exported(module), key=str.lower)
+    parts = {
+        "Classes": [name for name in names if inspect.isclass(getattr(importlib.import_module(module), name))],
+        "Functions": [name for name in names if inspect.isroutine(getattr(importlib.import_module(module), name))],
+    }
+    parts["Values"] = [name for name in names if name not in {*parts["Classes"], *parts["Functions"]}]
+    lines = [module, "=" * len(module), "", f"{ROOMS[module]}.", ""]
+    for title, some in parts.items():
+        if some:
+            lines += [title, "-" * len(title), "", summary(module, some)]
+    own = [name for name in names if not on_its_method(getattr(importlib.import_module(module), name))]
+    if len(own) < len(names):
+        lines.append("Names of one method alone are documented on the :doc:`method's page </method/index>`.\n")
+    lines += ["Details", "-------", "", *(entry(module, name) for name in own)]
+    return "\n".join(lines)
+
+
+def by_module() -> dict[str, list[Method]]:
+    """Return the methods by the module that has their own part."""
+    found: dict[str, list[Method]] = {}
+    for method in METHODS:
+        found.setdefault(gallery.bearer(method).__module__, []).append(method)
+    return found
 
 
 def to(part: type) -> str:
-    """A reference to a class by its own name."""
-    return f"{{py:obj}}`{part.__qualname__} <{part.__module__}.{part.__qualname__}>`"
+    """Return a reference to a class by its public name."""
+    return f"{{py:obj}}`{part.__qualname__} <{public(f'{part.__module__}.{part.__qualname__}')}>`"
 
 
 def section(method: Method, row: dict[str, str]) -> str:
-    """How a method is run, what it sends and keeps, and where its results are."""
+    """Return how a method is run, its traffic, and where its results are."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
@@ -90,62 +184,79 @@ def section(method: Method, row: dict[str, str]) -> str:
         "In multiples of the model's bytes; see [all methods](../methods.md).\n",
     ]
     if method.file in LEDGER:
-        lines.append(f"What became of its paper's claims: [the ledger](../claims.md#{method.file}).\n")
+        lines.append(f"Verdicts on its paper's claims: [the ledger](../claims.md#{method.file}).\n")
     return "\n".join(line for line in lines if line)
 
 
 def method_page(module: str, methods: list[Method]) -> str:
-    """The page of a file of methods."""
-    rows = measured()
+    """Return the page of a file of methods: how to run each, and all public names that the file defines."""
+    rows = gallery.measured(PACKAGE / "methods" / "table.csv")
     title = ", ".join(method.name for method in methods)
     sections = [section(method, rows[method.name]) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
-    return "\n".join([f"# {title}\n", *sections, "## Source\n", documented(module)])
+    names = [known for name, known in public_names().items() if name.rpartition(".")[0] == module]
+    directives = "\n".join([f".. automodule:: {module}\n   :no-members:\n"] + [entry(*split(name)) for name in names])
+    return "\n".join([f"# {title}\n", *sections, "## Reference\n", f"```{{eval-rst}}\n{directives}\n```\n"])
 
 
-def tree(title: str, intro: str, names: list[str]) -> str:
-    """A page that lists others."""
-    return "\n".join([f"# {title}\n", f"{intro}\n", "```{toctree}\n:maxdepth: 1\n", *names, "```\n"])
+def split(name: str) -> tuple[str, str]:
+    """Return module and last part of a dotted name."""
+    module, _, last = name.rpartition(".")
+    return module, last
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a page, unless it is there as it is: the next build reads what changed alone."""
+    """Write a page, unless it is there as it is: the next build reads only pages that changed."""
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def from_root(name: str) -> str:
-    """A page that lies beside this folder, its links as they are from here."""
+    """Return a page of the checkout's root with links that hold in this folder."""
     text = (HERE.parent / name).read_text()
     text = re.sub(r"(!?\[[^]]*\])\(docs/", r"\1(", text)
-    text = re.sub(r"\]\((notebooks|examples)/", r"](../\1/", text)
+    text = re.sub(r"\]\(notebooks/(\w+)\.ipynb", r"](tutorials/\1.ipynb", text)
+    text = re.sub(r"\]\(examples/", r"](../examples/", text)
     return text.replace("](CONTRIBUTING.md)", "](contributing.md)")
 
 
 def generate(app: Sphinx) -> None:
-    """Writes all pages that no one wrote by hand."""
+    """Write all pages that no one wrote by hand."""
     write(HERE / "readme.md", from_root("README.md"))
     write(HERE / "contributing.md", from_root("CONTRIBUTING.md"))
+    for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
+        write(HERE / "tutorials" / notebook.name, notebook.read_text().replace("](../docs/", "](../"))
     files = by_module()
     for module, methods in files.items():
-        write(HERE / "method" / f"{module.rpartition('.')[2]}.md", method_page(module, methods))
-    names = [module.rpartition(".")[2] for module in files]
-    intro = "A page a file of methods: how to run them, what they send, their settings, and the source's own words."
-    write(HERE / "method" / "index.md", tree("A page a method", intro, names))
-    for name in ROOMS:
-        write(HERE / "reference" / f"{name}.md", room(name))
-    flat = [each for each in modules(PACKAGE) if file_of(each).parent == PACKAGE and each != "pfl_lightning"]
-    write(
-        HERE / "reference" / "root.md",
-        "\n".join(["# pfl_lightning\n", documented("pfl_lightning"), *map(documented, flat)]),
-    )
-    intro = "Every public name of the package, room by room."
-    write(HERE / "reference" / "index.md", tree("Reference", intro, ["root", *ROOMS]))
+        write(HERE / "method" / f"{split(module)[1]}.md", method_page(module, methods))
+    pages = {method.name: f"{split(module)[1]}.md" for module, methods in files.items() for method in methods}
+    listed = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *dict.fromkeys(pages.values()), "```\n"])
+    rows = gallery.measured(PACKAGE / "methods" / "table.csv")
+    write(HERE / "method" / "index.md", f"{gallery.gallery(pages, rows)}\n{listed}")
+    for module in ROOMS:
+        write(HERE / "reference" / f"{module}.rst", room(module))
+    table = "\n".join(f"| [`{module}`]({module}.rst) | {text} |" for module, text in ROOMS.items())
+    tree = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *ROOMS, "```\n"])
+    intro = "All public names, module by module. Import a name from the module that its page names."
+    write(HERE / "reference" / "index.md", f"# Reference\n\n{intro}\n\n| module | content |\n| --- | --- |\n{table}\n\n{tree}")
+
+
+def bases(app: Sphinx, name: str, obj: Any, options: Any, found: list[Any]) -> None:
+    """Show base classes by their public names, and leave out those without one."""
+    kept = []
+    for base in found:
+        kind = getattr(base, "__origin__", base)
+        if not str(getattr(kind, "__module__", "")).startswith("pfl_lightning"):
+            kept.append(base)
+        elif known := public(f"{kind.__module__}.{kind.__qualname__}"):
+            kept.append(f":py:obj:`~{known}`")
+    found[:] = kept or [object]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Writes the pages before any is read."""
+    """Write the pages before any is read."""
     app.connect("builder-inited", generate)
+    app.connect("autodoc-process-bases", bases)
     return {"parallel_read_safe": True}

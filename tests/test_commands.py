@@ -17,6 +17,7 @@ OTHERWISE = {
     r"flower-|flwr |pfl-lightning flower": "tests/flower/test_loopback.py, and tests/flower/test_command.py",
     r"tensorboard|wandb (sweep|agent)": "needs a browser or an account",
     r"python examples/sweep_optuna": "tests/test_examples.py",
+    r"python docs/ledger": "tests/test_ledger.py",
     r"pfl-lightning predict": "tests/cli/test_predict.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",

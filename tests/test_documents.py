@@ -1,9 +1,12 @@
 """What documents show as code runs."""
 
+import importlib
 import re
 import shlex
 import subprocess
 import textwrap
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from command import QUIET, pfl
 from federations import fit
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.data import Digits, Natural, OwnedData
+from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import MLP
 from tiny_datasets import WRITERS, write
 
@@ -45,7 +49,8 @@ def test_a_method_of_ones_own(tmp_path, monkeypatch):
     assert ended.rows[-1]["train/loss"] > 0
 
 
-def test_the_snippet_of_the_readme(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_snippet_of_the_first_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rounds: list[int] = []
 
@@ -55,7 +60,7 @@ def test_the_snippet_of_the_readme(tmp_path, monkeypatch):
             super().__init__(max_rounds=1, enable_progress_bar=False, enable_model_summary=False, **kwargs)
 
     monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
-    names = shown("README.md")
+    names = shown(page)
     assert rounds == [20] and isinstance(names["data"], Digits)
 
 
@@ -139,13 +144,103 @@ def test_the_sources_are_all_shown():
     assert all(kind.__name__ in text for kind in OwnedData.__subclasses__() if kind.__module__.count(".") == 3)
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-)
+HOW_TO = sorted(path for path in (ROOT / "docs" / "howto").glob("*.md") if path.stem != "index")
+PIECE = re.compile(r"```python\n(.*?)```|^    (pfl-lightning (?:[^\n]*\\\n)*[^\n]*)$", re.DOTALL | re.MULTILINE)
+"""A block of Python, or a command with its further lines."""
+
+
+def small(line: str) -> str:
+    """Return a command of a page with two rounds, and with one seed and no grid."""
+    if line.startswith("compare"):
+        fewer = re.sub(r"--seeds [\d ]+", "--seeds 0 ", re.sub(r"--tune_rounds \d+", "--tune_rounds 1", line))
+        return re.sub(r"(--methods \S+ \S+)( [A-Z]\w*)*", r"\1", fewer) + " --trainer.max_rounds 2"
+    return f"{line} {QUIET} --trainer.max_rounds 2" if line.startswith("fit") else line
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda path: path.stem)
+@pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders"])
+def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    """Its Python and its commands, in their order and in one folder."""
+    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas"}.items():
+        if name in page.read_text():
+            pytest.importorskip(package, reason=f"needs {package}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    names: dict[str, Any] = {}
+    pieces = PIECE.findall(page.read_text())
+    assert pieces
+    for code, command in pieces:
+        if code:
+            exec(code, names)
+        else:
+            words = shlex.split(small(command.replace("\\\n", " ").removeprefix("pfl-lightning ")))
+            with pytest.raises(SystemExit) if words[0] in ("compare", "predict") else nullcontext() as ended:
+                pfl(words)
+            assert ended is None or not ended.value.code
+
+
+TASKS = {
+    "a hospital's CSV to a federation": "howto/table.md",
+    "a regression, with a chronological split": "howto/regression.md",
+    "AUROC and class weights": "howto/rare_classes.md",
+    "four methods compared, by site": "howto/by_site.md",
+    "a JPEG folder a client": "howto/image_folders.md",
+    "a list of Datasets with transforms": "howto/datasets.md",
+    "an own network": "howto/own_network.md",
+    "a sweep of mu over methods": "howto/sweep.md",
+    "W&B, TensorBoard, cosine": "howto/log.md",
+    "predict for new rows of a site": "howto/predict_rows.md",
+    "a sixth hospital that comes later": "howto/late_client.md",
+    "the confusion matrix of client 3": "howto/confusion.md",
+    "one client's model as a Lightning module": "howto/lightning_module.md",
+    "a method of one's own": "tutorials/own_method.ipynb",
+    "which method for which client": "advise.md",
+    "all settings of data": "data.md",
+    "sites that keep their data": "deployment.md",
+    "claims, commands and hardware": "reviewers.md",
+}
+"""Tasks of people who know nothing of this package, and the page of each."""
+
+
+def clicks(page: Path) -> set[Path]:
+    """Return the pages that a page links to in its text."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)|^:link: (\S+)$", page.read_text(), re.MULTILINE)
+    targets = (first or f"{second}{'.ipynb' if 'tutorials' in second else '.md'}" for first, second in links)
+    return {(page.parent / target).resolve() for target in targets}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_found_from_the_first_page_in_two_clicks(task):
+    first = clicks(ROOT / "docs" / "index.md")
+    second = {target for page in first if page.suffix == ".md" and page.exists() for target in clicks(page)}
+    assert (ROOT / "docs" / TASKS[task]).resolve() in first | second
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/*.md")) if p.stem not in ("readme", "contributing"))]
+PAGES += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md"))]
+MADE = ("method", "reference", "tutorials", "readme.md")
+"""Pages that the build of the documentation makes."""
+
+
+def heads(page: Path) -> set[str]:
+    """Return the anchors of a page's heads, as the site names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("document", PAGES)
 def test_links_lead_somewhere(document):
     path = ROOT / document
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
-    assert all((path.parent / link).exists() for link in links)
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        target = (path.parent / link) if link else path
+        if target.resolve().relative_to(ROOT).parts[1:2] and target.resolve().relative_to(ROOT).parts[1] in MADE:
+            notebook = ROOT / "notebooks" / target.name
+            assert "tutorials" not in link or notebook.exists(), link
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in heads(target), f"{link}#{anchor}"
 
 
 def test_the_page_about_predictions(tmp_path, monkeypatch):
@@ -156,3 +251,12 @@ def test_the_page_about_predictions(tmp_path, monkeypatch):
     x = names["data"].inputs(names["rows"], "Bremen")
     outputs = torch.export.load("bremen.pt2").module()(x)
     assert torch.allclose(outputs, names["predicted"]["Bremen"].outputs, atol=1e-6)
+
+
+def test_each_method_is_in_one_family_and_the_readme_has_the_families(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    gallery = importlib.import_module("gallery")
+    named = Counter(name for family in gallery.families() for name in family["methods"])
+    assert named == Counter(method.name for method in METHODS)
+    assert [family["family"] for family in gallery.families()][-1] != "More methods", "add it to docs/families.yaml"
+    assert (ROOT / "README.md").read_text() == gallery.written((ROOT / "README.md").read_text())

@@ -1,4 +1,4 @@
-"""The table of methods: complete, measured, and the README's."""
+"""The table of methods: complete, measured, and that of the documentation."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ from pfl_lightning.nets import MLP
 from sweeps import swept
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"markdown": ROOT / "docs" / "methods.md", "short": ROOT / "README.md"}
+TABLES = {"markdown": ROOT / "docs" / "methods.md"}
 
 BASES = {aggregators.KnowledgeCoefficients}
 """What is exported to be subclassed, and is no method by itself."""
