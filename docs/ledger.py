@@ -71,7 +71,10 @@ def run(command: str, out: Path, root: str, seconds: float) -> dict[str, dict[st
     """
     words = [word.replace("DATA", root) for word in shlex.split(command)]
     words = [sys.executable, "-m", "pfl_lightning", *words, "--out", str(out)]
-    subprocess.run(words, check=True, timeout=seconds, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ended = subprocess.run(words, timeout=seconds, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        # the last line has the reason
+        raise OSError((ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1])
     with (out / "comparison.csv").open(newline="") as file:
         return {row["method"]: row for row in csv.DictReader(file)}
 
@@ -109,7 +112,7 @@ def check(
         except subprocess.TimeoutExpired:
             print(f"stopped  {each['command']}: the budget is spent; the same check goes on from there")
             continue
-        except (subprocess.CalledProcessError, OSError) as error:
+        except OSError as error:
             print(f"failed   {each['command']}: {error}")
             wrong += 1
             continue

@@ -93,5 +93,5 @@ def test_a_run_that_fails_is_wrong_and_one_that_the_budget_ends_isnt(capsys):
 
         return runs
 
-    assert checked(capsys, one, runs=failing(subprocess.CalledProcessError(2, "compare"))) == (1, ["failed"])
+    assert checked(capsys, one, runs=failing(OSError("no such data"))) == (1, ["failed"])
     assert checked(capsys, one, runs=failing(subprocess.TimeoutExpired("compare", 1))) == (0, ["stopped"])
