@@ -47,7 +47,6 @@ from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
-from pfl_lightning.runs.client_states import MappedCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.selection import Selection, Uniform
@@ -840,7 +839,7 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     callbacks.sort(key=lambda callback: isinstance(callback, REPORTS))
     plugins = list(as_list(arguments.get("plugins")))
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        plugins.append(MappedCheckpointIO() if client_states == "disk" else AtomicCheckpointIO())
+        plugins.append(AtomicCheckpointIO(mapped=client_states == "disk"))
     arguments["callbacks"], arguments["plugins"] = callbacks, plugins
     # Lightning's default depends on installed packages; a run shall write the same files everywhere.
     if arguments.get("logger") in (None, True):

@@ -152,9 +152,10 @@ def kinds(**settings):
 
 def test_a_user_can_have_lightning_s_or_nothing():
     assert {"RunBar", "RunBanner"} <= kinds()
-    assert "RunBar" not in kinds(callbacks=[TQDMProgressBar()])
+    own = kinds(callbacks=[TQDMProgressBar()])
+    assert "RunBar" not in own and "RoundProgress" in own
     hidden = kinds(enable_progress_bar=False, enable_model_summary=False)
-    assert not any("Bar" in name or "Head" in name or "Summary" in name for name in hidden)
+    assert not any(part in name for part in ("Bar", "Progress", "Banner", "Summary") for name in hidden)
 
 
 def test_the_head_tells_what_runs(tmp_path, capsys):

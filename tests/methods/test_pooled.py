@@ -13,6 +13,7 @@ from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedAvg, Pooled
 from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import Oort, Uniform
 
 
 def test_it_is_a_plain_loop_over_all_samples():
@@ -38,6 +39,12 @@ def test_engines_have_the_same_bits(engine):
         fit(make_client(Pooled, net=noisy), engine=each, clients_per_round=0.5) for each in ("sequential", engine)
     )
     assert equal(dict(alone.weights), dict(other.weights))
+
+
+def test_each_round_counts_its_own_reports_to_the_selection():
+    plain, told = (fit(make_client(Pooled), max_rounds=3, cohort=each) for each in (Uniform(), Oort(percentile=None)))
+    # one number of eight bytes, of the one client that stands for all
+    assert [row["bytes/up"] for row in told.rows] == [row["bytes/up"] + 8 for row in plain.rows]
 
 
 def test_samples_read_a_batch_at_a_time_are_the_same():

@@ -33,8 +33,7 @@ from pfl_lightning.engines import ClientState
 from pfl_lightning.federation import options
 from pfl_lightning.federation.options import FederationOptions, stay_on_device
 from pfl_lightning.methods import FedPer, Local
-from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
-from pfl_lightning.runs.client_states import DiskStates, MappedCheckpointIO
+from pfl_lightning.runs.client_states import DiskStates
 
 RUN = {"optimizer_lifetime": "run"}
 
@@ -118,7 +117,7 @@ def test_there_is_a_file_for_each_client_that_has_trained(tmp_path):
     assert 2 <= len(disk.federation.clients) < 5
     names = [path.name.split("-")[0] for path in files(disk)]
     assert sorted(map(int, names)) == sorted(disk.federation.clients)
-    assert isinstance(disk.trainer.strategy.checkpoint_io, MappedCheckpointIO)
+    assert disk.trainer.strategy.checkpoint_io.mapped
 
 
 @pytest.mark.parametrize(("first", "second"), [("memory", "disk"), ("disk", "memory"), ("disk", "disk")])
@@ -242,7 +241,7 @@ def test_states_of_ended_processes_go_from_the_system_s_folder(tmp_path, monkeyp
 def test_runs_in_memory_keep_no_files(tmp_path):
     memory = run(tmp_path, "memory")
     assert not (memory.folder / "states").exists()
-    assert type(memory.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
+    assert not memory.trainer.strategy.checkpoint_io.mapped
 
 
 def test_a_damaged_checkpoint_is_refused_as_in_memory(tmp_path):

@@ -121,7 +121,7 @@ class Federation(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.metrics: dict[str, Any] = {}
-        # Bytes of the selection of this round's clients, sent down and reported up.
+        # Bytes for the selection of the round's clients: sent down, and reported up.
         self._selection_bytes = [0, 0]
         check_hooks(client)
         self.monitor = options.monitored(client)
@@ -523,6 +523,7 @@ class Federation(LightningModule):
         away = frozenset().union(*(engine.absent for engine in self.engines))
         there = [client for client in clients if client not in away]
         size = min(self.options.cohort_size(len(clients)), len(there))
+        self._selection_bytes = [0, 0]
         # One client stands for all where one trains on all samples.
         cohort = clients[:1] if self.client.pools else self._cohort(there, size)
         choosing = time.perf_counter() - start
@@ -594,7 +595,6 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
-        self._selection_bytes = [0, 0]
         # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
         stream = random.Random(derive_seed(cast(int, self.seed), "cohort", self.round))
         chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))

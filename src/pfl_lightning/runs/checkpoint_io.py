@@ -25,7 +25,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Lightning writes through a temporary file too, but in the system's temporary folder: a move from another file system
     is a copy, which may be cut short. Lightning also builds the whole file in memory first, which for large clients
     takes as much memory as all of their states again.
+
+    Args:
+        mapped: whether to load local files memory-mapped, so that tensors are read on first use.
     """
+
+    def __init__(self, mapped: bool = False) -> None:
+        self.mapped = mapped
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Save beside the path, then rename.
@@ -70,7 +76,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             if is_zipfile(path):
                 compare_checksums(path)
-            checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
+            # only local files can be mapped
+            if self.mapped and "://" not in str(path):
+                checkpoint: dict[str, Any] = torch.load(
+                    path, map_location, weights_only=weights_only is not False, mmap=True
+                )
+            else:
+                checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
         except FileNotFoundError as error:
             raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
         except Exception as error:  # torch raises one of many kinds for a damaged file

@@ -2,16 +2,14 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from pfl_lightning.engines import ClientState
-from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO, save
+from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.folder import remove_states, states_folder
 
 
@@ -54,21 +52,3 @@ class DiskStates(MutableMapping[int, ClientState]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-
-class _Mapped(TorchCheckpointIO):
-    def load_checkpoint(
-        self,
-        path: Any,
-        map_location: Callable[..., Any] | None = lambda storage, location: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        # only local files can be mapped
-        if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)
-        loaded: dict[str, Any] = torch.load(path, map_location, weights_only=weights_only, mmap=True)
-        return loaded
-
-
-class MappedCheckpointIO(AtomicCheckpointIO, _Mapped):
-    """The same checkpoints, with local files memory-mapped: tensors are read on first use."""
