@@ -10,6 +10,7 @@ import yaml
 
 from command import pfl
 from pfl_lightning.callbacks import GenerationSamples
+from pfl_lightning.client import save_adapters
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.messages import digest, tensors
 from pfl_lightning.methods import FedAvg, FedPer
@@ -26,7 +27,7 @@ def test_a_plain_loop_gives_the_same_weights(tmp_path, monkeypatch, capsys):
     assert shown.count("largest difference 0.0e+00") == len(shown.splitlines()) == 4
 
 
-WANTED = "pip install 'pfl-lightning[lora]' for transformers and peft, which this test is about"
+WANTED = "pip install 'pfl-lightning[lm]' for transformers and peft, which this test is about"
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_adapters_travel_alone_under_both_engines(lora, method):
     stacked = {slot.name for slot in Slots(client) if isinstance(slot.tensor, torch.nn.Parameter)}
     assert stacked == {name for name, p in client.named_parameters() if "lora_" in name or "modules_to_save" in name}
     torch.manual_seed(0)
-    untrained = lora.AdaptedGPT2(client.hparams.input_shape, client.task.outputs).state_dict()
+    untrained = lora.adapted_gpt2()(client.hparams.input_shape, client.task.outputs).state_dict()
     before = {name: untrained[name.removeprefix("net.")] for name in sorted(client.common_names)}
     after = {name: ends[1][0][name] for name in before}
     assert before and digest(before) == digest(after)
@@ -62,22 +63,19 @@ def test_adapters_travel_alone_under_both_engines(lora, method):
 
 def test_adapters_of_a_client_can_be_saved_for_peft(lora, tmp_path):
     from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     trainer = lora.fit(FedPer, "vectorised", root=tmp_path)
     path = Path(trainer.log_dir) / "checkpoints" / "last.ckpt"
-    settings = {"net": lora.AdaptedGPT2, "optimizer": torch.optim.AdamW, "weights_only": True}
-    net = FedPer.load_from_checkpoint(path, client=3, **settings).net.eval()
-    net.adapted.save_pretrained(tmp_path / "adapters")
+    settings = {"net": lora.adapted_gpt2(), "optimizer": torch.optim.AdamW, "weights_only": True}
+    client = FedPer.load_from_checkpoint(path, client=3, **settings).eval()
+    save_adapters(client, tmp_path / "adapters")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 40_000
-    torch.manual_seed(9)
-    other = lora.AdaptedGPT2(trainer.lightning_module.client.hparams.input_shape, net.classifier.weight.shape[0])
-    base = other.adapted.unload()
-    frozen = {name.replace(".base_layer", ""): t for name, t in net.adapted.get_base_model().state_dict().items()}
-    base.load_state_dict({name: frozen.get(name, t) for name, t in base.state_dict().items()})
+    base = AutoModelForCausalLM.from_pretrained(lora.base(), attn_implementation="eager")
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
     x = trainer.datamodule.part(3, "test").x
     with torch.no_grad():
-        torch.testing.assert_close(loaded(**x).logits, net(x))
+        torch.testing.assert_close(loaded(x).logits, client(x))
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("examples/*.py")), ids=lambda path: path.name)

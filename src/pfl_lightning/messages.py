@@ -186,10 +186,10 @@ def digest(record: Any) -> str:
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors(record):
         hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        # as bytes, since NumPy has no bfloat16; cloned, since a view of one element may have a stride that `view`
-        # refuses
-        flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-        hashed.update(flat.view(torch.uint8).numpy())
+        # as bytes, since NumPy has no bfloat16; cloned where a view of one element has a stride that `view` refuses
+        flat = tensor.detach().cpu().flatten()
+        flat = flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+        hashed.update(flat.view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

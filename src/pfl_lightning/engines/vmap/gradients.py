@@ -188,7 +188,8 @@ class Differentiator:
         for counts, batch in zip(weights, step, strict=True):
             for part in batch:
                 for own, samples, *_ in part.by_size():
-                    counts[own] = vmap(self.module.task.weight)(self.block.batch(samples)[1]).to(counts)
+                    counted = vmap(self.module.task.weight)(self.block.batch(samples)[1])
+                    counts[own] = cast(Tensor, counted).to(counts)
         return weights / weights.sum(0)
 
     def _of_batch(self, batch: list[Part], index: int) -> StateDict:
