@@ -19,6 +19,7 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from federations import fit, near, untimed
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
+from pfl_lightning.data.trees import shortened
 from pfl_lightning.engines.evaluation import pooled_value, state_of
 from pfl_lightning.methods import Ditto, FedAvg
 from pfl_lightning.nets import CharGRU
@@ -297,14 +298,15 @@ def test_batches_end_with_their_last_counted_position():
     y = torch.full((2, 3, 40), -100)
     y[1, 2, 8] = 1
     x = {"input_ids": torch.arange(240).view(2, 3, 40), "kind": torch.zeros(2, 3)}
-    short, target = task.shortened(x, y)
     # nine positions, rounded up to sixteen
+    assert task.length(y) == 16
+    short, target = shortened(x, y, 16)
     assert torch.equal(target, y[..., :16]) and torch.equal(short["input_ids"], x["input_ids"][..., :16])
     assert short["kind"].shape == (2, 3)
-    assert task.shortened(x, torch.full_like(y, -100))[1].shape[-1] == 8
+    assert task.length(torch.full_like(y, -100)) == 8
     y[0, 0, 39] = 1
     for asked in (task, NextToken(4)):
-        assert asked.shortened(x, y)[1] is y
+        assert shortened(x, y, asked.length(y))[1] is y
 
 
 def test_cut_batches_train_the_same_model():

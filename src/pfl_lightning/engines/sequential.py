@@ -18,7 +18,7 @@ from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import batches_of, continued_orders
-from pfl_lightning.data.trees import rows_in
+from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
@@ -307,7 +307,7 @@ class Sequential(Engine):
                     left, since = left - 1, since + 1
                     # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
                     ends = since == self.work.accumulate or not left
-                    yield *self.module.task.shortened(x, y), ends
+                    yield *shortened(x, y, self.module.task.length(y)), ends
                     if ends:
                         since, made = 0, made + 1
                         if made == steps:
