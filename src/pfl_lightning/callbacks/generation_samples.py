@@ -99,7 +99,13 @@ class GenerationSamples(FederatedCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check task, data, prompts and clients."""
-        data = cast(Federation, pl_module).data
+        federation = cast(Federation, pl_module)
+        data = federation.data
+        if federation.options.client_states == "rank" and trainer.world_size > 1:
+            raise MisconfigurationException(
+                "callback GenerationSamples looks at clients' models on the first rank, which doesn't have them all with "
+                "trainer.client_states=rank; take memory or disk."
+            )
         if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
             raise MisconfigurationException(
                 f"callback GenerationSamples: data={type(data).__name__} with task {data.task} has no texts to go on "
