@@ -103,8 +103,8 @@ class GenerationSamples(FederatedCallback):
         data = federation.data
         if federation.options.client_states == "rank" and trainer.world_size > 1:
             raise MisconfigurationException(
-                "callback GenerationSamples looks at clients' models on the first rank, which doesn't have them all with "
-                "trainer.client_states=rank; take memory or disk."
+                "callback GenerationSamples looks at clients' models on the first rank, which doesn't have all "
+                "with trainer.client_states=rank; take memory or disk."
             )
         if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
             raise MisconfigurationException(
