@@ -1,6 +1,7 @@
 """Clients' models go on from prompts, and a run is the same with it."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +126,9 @@ def test_mistakes_are_told(settings, words):
 def test_data_without_texts_are_refused():
     with pytest.raises(MisconfigurationException, match="data=Blobs with task Classification"):
         fit(make_client(), blobs(), callbacks=[GenerationSamples(["ab"])])
+
+
+def test_states_on_several_ranks_are_refused():
+    federation = SimpleNamespace(data=Words(), options=SimpleNamespace(client_states="rank"))
+    with pytest.raises(MisconfigurationException, match=r"client_states=rank"):
+        GenerationSamples(["ab"]).on_fit_start(SimpleNamespace(world_size=2), federation)

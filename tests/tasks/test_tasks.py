@@ -16,10 +16,13 @@ from sklearn.metrics import (
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, MetricCollection
 
+from federations import fit, near, untimed
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
+from pfl_lightning.data.trees import shortened
 from pfl_lightning.engines.evaluation import pooled_value, state_of
-from pfl_lightning.methods import Ditto
+from pfl_lightning.methods import Ditto, FedAvg
+from pfl_lightning.nets import CharGRU
 from pfl_lightning.tasks import (
     Classification,
     Monitor,
@@ -32,7 +35,7 @@ from pfl_lightning.tasks import (
     Survival,
 )
 from pfl_lightning.tasks.plain import made, plain
-from tasks_and_data import OfKind, client_of, drawn, kinds, labels
+from tasks_and_data import Kind, OfKind, client_of, drawn, kinds, labels
 
 TASKS = [
     *(Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)),
@@ -295,11 +298,34 @@ def test_batches_end_with_their_last_counted_position():
     y = torch.full((2, 3, 40), -100)
     y[1, 2, 8] = 1
     x = {"input_ids": torch.arange(240).view(2, 3, 40), "kind": torch.zeros(2, 3)}
-    short, target = task.shortened(x, y)
     # nine positions, rounded up to sixteen
+    assert task.length(y) == 16
+    short, target = shortened(x, y, 16)
     assert torch.equal(target, y[..., :16]) and torch.equal(short["input_ids"], x["input_ids"][..., :16])
     assert short["kind"].shape == (2, 3)
-    assert task.shortened(x, torch.full_like(y, -100))[1].shape[-1] == 8
+    assert task.length(torch.full_like(y, -100)) == 8
     y[0, 0, 39] = 1
     for asked in (task, NextToken(4)):
-        assert asked.shortened(x, y)[1] is y
+        assert shortened(x, y, asked.length(y))[1] is y
+
+
+def test_cut_batches_train_the_same_model():
+    texts = torch.randint(1, 7, (40, 30), generator=torch.Generator().manual_seed(0))
+    inputs, targets = texts[:, :-1].clone(), texts[:, 1:].clone()
+    sizes = torch.randint(3, 14, (40, 1), generator=torch.Generator().manual_seed(1))
+    targets[torch.arange(29) >= sizes] = -100
+    seen, ends = [], []
+
+    def seeing(input_shape, outputs):
+        net = CharGRU(input_shape, outputs, width=8)
+        net.features.register_forward_pre_hook(lambda layer, x: seen.append(x[0].shape[1]))
+        return net
+
+    for cut in (False, True):
+        task = NextToken(7, cut_padding=cut)
+        kind = Kind(task, inputs, targets, seeing, 0.5)
+        ends.append(fit(client_of(kind, FedAvg), OfKind(kind), max_rounds=2, engine="sequential"))
+        # no batch has more than 13 counted positions, which are 16 in eights; whole texts check the net's shapes
+        assert ({8, 16} >= set(seen) - {29}) and (16 in seen) == cut
+        seen.clear()
+    assert near(ends[0].weights, ends[1].weights) and near(untimed(ends[0].rows), untimed(ends[1].rows))

@@ -99,12 +99,19 @@ class GenerationSamples(FederatedCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check task, data, prompts and clients."""
-        data = cast(Federation, pl_module).data
+        federation = cast(Federation, pl_module)
+        data = federation.data
+        if federation.options.client_states == "rank" and trainer.world_size > 1:
+            raise MisconfigurationException(
+                "callback GenerationSamples looks at clients' models on the first rank, which doesn't have all "
+                "with trainer.client_states=rank; take memory or disk."
+            )
         if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
             raise MisconfigurationException(
                 f"callback GenerationSamples: data={type(data).__name__} with task {data.task} has no texts to go on "
                 "from; it needs the task NextToken, methods encode and decode, and end_tokens."
             )
+        # all checks at the start, as the first text may be hours away
         for prompt in self.prompts:
             if not data.encode(prompt):
                 raise MisconfigurationException(
@@ -143,6 +150,7 @@ class GenerationSamples(FederatedCallback):
             for client in self._clients:
                 engine = as_used(federation, client)
                 for place, prompt in enumerate(self.prompts):
+                    # a function of the round and the client, so that resumed runs draw the same texts
                     generator = torch.Generator().manual_seed(
                         derive_seed(cast(int, federation.seed), "generation", done, client, place)
                     )
@@ -183,11 +191,13 @@ def continued(
         generator: draws the tokens, on the CPU.
     """
     module, made = engine.module, list[int]()
+    # no padding: a text of its own length needs no mask in any net
     with kept_modes(module):
         module.eval()
         while len(made) < count:
             x = torch.tensor([[*tokens, *made][-window:]], device=module.device)
             with engine.forward_context():
+                # on the CPU, whose generator draws the same numbers beside any device
                 logits: Tensor = module(x)[0, -1].float().cpu()
             if temperature:
                 token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))

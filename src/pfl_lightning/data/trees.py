@@ -343,6 +343,22 @@ def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tr
     return like(trees[0], [merge(list(leaves)) for leaves in zip(*map(tensors, trees), strict=True)])
 
 
+def shortened(x: Tree, y: Tree, length: int | None) -> tuple[Tree, Tree]:
+    """Return inputs and targets of texts without the positions behind a length.
+
+    >>> shortened({"a": torch.ones(2, 9), "b": torch.ones(2, 3)}, torch.tensor([range(9)]), 2)[1]
+    tensor([[0, 1]])
+
+    Args:
+        x: inputs; a tensor whose last dimension is as long as that of the targets has positions.
+        y: targets ``[..., T]``; a tree is returned unchanged.
+        length: number of positions; None keeps all.
+    """
+    if length is None or not isinstance(y, Tensor) or length >= (size := y.shape[-1]):
+        return x, y
+    return tree_map(lambda leaf: leaf[..., :length] if leaf.shape[-1:] == (size,) else leaf, x), y[..., :length]
+
+
 def joined(trees: Sequence[Tree]) -> Tree:
     """Join the samples of several trees, one after another.
 

@@ -34,7 +34,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
-from pfl_lightning.data.trees import Tree, joined, rows_in, take
+from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.internals.of_torchmetrics import count_updates
 from pfl_lightning.messages import StateDict, tensors, tree_map
 from pfl_lightning.nets.modes import kept_modes
@@ -238,7 +238,7 @@ def evaluate(
         if module.training:
             module.eval()
         for piece in samples.chunks(rows_at_once(task, samples.y)):
-            x, target = task.shortened(*piece)
+            x, target = shortened(*piece, task.length(piece[1]))
             with forward_context():
                 outputs = module(x)
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))

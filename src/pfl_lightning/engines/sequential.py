@@ -19,7 +19,7 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import continued_orders
-from pfl_lightning.data.trees import rows_in
+from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import computed, during
@@ -309,7 +309,7 @@ class Sequential(Engine):
             while group := list(islice(batches, self.work.accumulate)):
                 divisors = self._divisors([y for _, y in group])
                 for number, ((x, y), divisor) in enumerate(zip(group, divisors, strict=True), 1):
-                    yield *self.module.task.shortened(x, y), divisor, number == len(group)
+                    yield *shortened(x, y, self.module.task.length(y)), divisor, number == len(group)
                 made += 1
                 if made == steps:
                     return

@@ -90,14 +90,13 @@ class Task(ABC):
         """
         return len(target)
 
-    def shortened(self, x: Any, target: Any) -> tuple[Any, Any]:
-        """Return a batch without positions that no error depends on, such as padding; by default unchanged.
+    def length(self, target: Any) -> int | None:
+        """Return the number of leading positions that a batch's errors depend on; None, by default, for all.
 
         Args:
-            x: inputs of some samples.
-            target: their targets.
+            target: the batch's targets.
         """
-        return x, target
+        return None
 
     def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
         """Return the outputs that stand for the mean prediction of several models; by default the mean of outputs.

@@ -1,7 +1,6 @@
 """Prediction of the next token at each position of a text."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.messages import tree_map
 from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
 
 
@@ -56,17 +54,14 @@ class NextToken(Task):
         """Return the number of counted positions."""
         return (target != self.ignore_index).sum()
 
-    def shortened(self, x: Any, target: Tensor) -> tuple[Any, Tensor]:
-        """Return a batch of texts as long as its last counted position; see `Task.shortened`."""
+    def length(self, target: Tensor) -> int | None:
+        """Return the positions up to the last counted one of a batch, a multiple of 8; see `Task.length`."""
+        # looked for on request alone, as it waits for a GPU
         if not self.cut_padding:
-            return x, target
-        size = target.shape[-1]
+            return None
         counted = (target != self.ignore_index).flatten(0, -2).any(0).nonzero()
         # multiples of 8: few different shapes, which matrix products on GPUs prefer
-        length = -(-(int(counted[-1]) + 1) // 8) * 8 if len(counted) else min(size, 8)
-        if length >= size:
-            return x, target
-        return tree_map(lambda t: t[..., :length] if t.shape[-1] == size else t, x), target[..., :length]
+        return -(-(int(counted[-1]) + 1) // 8) * 8 if len(counted) else 8
 
     def combined(self, outputs: Tensor, shares: Tensor) -> Tensor:
         """Return the logarithms of the mean probabilities; see `Task.combined`."""

@@ -150,6 +150,7 @@ class ChatData(OwnedData):
         owner = f"data.path={str(self.path)!r}" if isinstance(self.path, (str, Path)) else "data.path"
         if not rows:
             raise MisconfigurationException(f"{owner} has no rows; give at least one conversation")
+        # a column is asked for only by partitioners that read it, so that IID takes rows without clients
         if clients is None and self.client_column is not None and getattr(self.partitioner, "by_owner", False):
             check_column("client", self.client_column, list(rows[0]))
             clients = [row.get(self.client_column) for row in rows]
@@ -165,6 +166,7 @@ class ChatData(OwnedData):
         for place, (ids, counts) in enumerate(self._tokens(conversations, owner)):
             cut += len(ids) > length + 1
             y = [token if is_counted else -100 for token, is_counted in zip(ids, counts, strict=True)][1 : length + 1]
+            # a batch of such rows alone would have a loss of NaN, the mean of no error
             if any(target != -100 for target in y):
                 key = (None if clients is None else clients[place], None if splits is None else splits[place])
                 groups.setdefault(key, []).append(len(texts))
@@ -175,6 +177,7 @@ class ChatData(OwnedData):
                 "before that position; take a larger one, or data.loss_on=all"
             )
         self._tell(rows, texts, cut, set(clients or ()) - {client for client, _ in groups})
+        # never across clients or splits: a sample has one owner, and test texts must not be trained on
         if self.packing:
             samples = [
                 (key, [group[place] for place in members])
@@ -185,6 +188,7 @@ class ChatData(OwnedData):
             samples = [(key, [place]) for key, group in groups.items() for place in group]
             # in the order of the file, as the splits are drawn by position
             samples.sort(key=lambda sample: sample[1])
+        # the longest of all, as a pool is one tensor; `NextToken.length` shortens batches
         width = max(sum(len(texts[place][0]) for place in members) for _, members in samples)
         x = torch.full((len(samples), width), self._padding)
         y_all = torch.full((len(samples), width), -100)
@@ -192,9 +196,9 @@ class ChatData(OwnedData):
         for row, (_, members) in enumerate(samples):
             begin = 0
             for place in members:
-                ids, targets = texts[place]
-                end = begin + len(ids)
-                x[row, begin:end], y_all[row, begin:end] = ids, targets
+                tokens, targets = texts[place]
+                end = begin + len(tokens)
+                x[row, begin:end], y_all[row, begin:end] = tokens, targets
                 # the padding behind counts on from 0 too, as if it were one more text
                 positions[row, end:] = torch.arange(width - end)
                 begin = end
@@ -236,7 +240,9 @@ class ChatData(OwnedData):
             else:
                 spans = [self._answers(each, f"{owner}: row {begin + place}") for place, each in enumerate(some)]
                 texts = [text for text, _ in spans]
+                # one call for many texts, which a fast tokenizer works through in parallel
                 found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+                # a token at the edge of an answer counts, as byte-level tokens may hold the space before it
                 for ids, offsets, (_, places) in zip(found["input_ids"], found["offset_mapping"], spans, strict=True):
                     yield ids, [any(start < end and first < stop for start, stop in places) for first, end in offsets]
 
@@ -338,6 +344,7 @@ class ChatData(OwnedData):
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self._written(messages, "the prompt", add_generation_prompt=True)
+        # the template has written begin marks already, and a second one would be a text never trained on
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -390,6 +397,7 @@ def template_of(tokenizer: Any, given: str | None) -> str:
     """
     if given == "plain":
         return PLAIN
+    # a template without a brace would write the same text for all conversations
     if given is not None and "{" not in given:
         if not Path(given).is_file():
             raise MisconfigurationException(
@@ -418,6 +426,7 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
     if isinstance(path, (str, Path)):
         path = Path(path)
         if path.is_dir() and (parts := sorted(path.glob("local_training_*.json"))):
+            # the client's number is in the name of the file alone
             found = {part.stem.removeprefix("local_training_"): rows_in_json(part) for part in parts}
             tests = {name: path / f"local_testing_{name}.jsonl" for name in found}
             if any(test.exists() for test in tests.values()):
@@ -431,6 +440,7 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
         else:
             found = local_dataset(str(path), "data.path", "ChatData")
     clients: list[Any] | None = None
+    # not by `datasets`, which reads such a file as one row with a column a client
     if isinstance(found, Mapping):
         wrong = next((name for name, held in found.items() if not isinstance(held, list)), None)
         if wrong is not None:
@@ -500,6 +510,7 @@ def reader_of(
     for setting, column in (("messages", messages), ("prompt", prompt), ("response", response)):
         if column is not None:
             check_column(setting, column, there)
+    # conversations before pairs: a data set may have the first question in a column of its own
     if prompt is None and (column := messages or next((name for name in LISTS if name in there), None)):
         return lambda row: row.get(column)
     pairs = [(prompt, response)] if prompt else [pair for pair in PAIRS if set(pair) <= set(there)]
@@ -508,7 +519,7 @@ def reader_of(
             f"data.messages: none of the columns {', '.join(there[:10])} has a known name of conversations; name it, "
             "or data.prompt and data.response"
         )
-    (asked, answered) = pairs[0]
+    asked, answered = map(str, pairs[0])
     contexts = CONTEXTS if asked == "instruction" else ()
 
     def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -563,6 +574,7 @@ def packed(lengths: Sequence[int], size: int) -> list[list[int]]:
     bins: list[list[int]] = []
     # free positions and number of each sample, ascending
     free: list[tuple[int, int]] = []
+    # sorting is stable: texts of equal length keep their order, so that samples are the same on every machine
     for text in sorted(range(len(lengths)), key=lambda text: -lengths[text]):
         place = bisect_left(free, (lengths[text], -1))
         if place == len(free):
