@@ -162,6 +162,8 @@ class Link:
         """Time of the system's clock at which each node was last connected."""
         self.refusals: dict[int, str] = {}
         """Reason of each node whose last greeting was refused."""
+        self.one_by_one = False
+        """Whether replies are fetched one after another, so that no two large ones are in memory at once."""
         self.on_look: Callable[[], None] = lambda: None
         """Called at each look for replies, in the thread of the server."""
         self._node_of: dict[int, int] = {}
@@ -361,7 +363,7 @@ class Link:
         """Yield sent messages with the contents of replies, None for a reply that Flower has given up."""
         if not self._sent:
             return
-        for reply in self.grid.pull_messages(list(self._sent)):
+        for reply in self._pulled():
             sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
             # a greeting before it in the same list may have moved the message's clients to another node
             if sent is None:
@@ -380,6 +382,15 @@ class Link:
                 yield sent, reply.content
             else:
                 self._heard(sent.node, reply.content)
+
+    def _pulled(self) -> Iterator[Message]:
+        """Yield the replies that have come."""
+        names = list(self._sent)
+        for some in [[name] for name in names] if self.one_by_one else [names]:
+            replies = list(self.grid.pull_messages(some))
+            while replies:
+                # held here no longer than by the caller
+                yield replies.pop(0)
 
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
         about = f" with clients {', '.join(map(self.label, sent.clients))}" if sent.clients else ""
