@@ -3,8 +3,8 @@
     python benchmarks/server_memory.py [--sites 10] [--megabytes 100] [--rounds 2]
 
 FedAvg. The peak is of the process's own memory (``RssAnon``), above what it had before the net was made; mapped files
-don't count, as the system takes their memory back where it needs it. A site's message is made when the server asks for it,
-and counts from then on, as one from the network does.
+don't count, as the system takes their memory back where it needs it. A site's message is made when the server asks for
+it, and counts from then on, as one from the network does.
 """
 
 import argparse

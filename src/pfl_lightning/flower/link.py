@@ -1,9 +1,12 @@
 """The server's connection to sites: find each client's node, send messages about clients, and collect answers."""
 
+import ctypes
+import gc
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
@@ -277,6 +280,9 @@ class Link:
                     if reply is not None:
                         self._answered(client, open_, begun)
                         yield client, reply
+                if self.one_by_one and reply is not None:
+                    reply.clear()
+                    give_back()
             # after the replies, as a site may have answered before it went
             open_ -= {client for client in open_ if self._is_lost(client)}
             now = time.monotonic()
@@ -358,6 +364,9 @@ class Link:
             # Flower gives None for a message to a node that has just left; a job then goes out again at the next look
             if name is not None:
                 self._sent[name] = sent
+        if self.one_by_one:
+            content.clear()
+            give_back()
 
     def _replies(self) -> Iterator[tuple[Sent, RecordDict | None]]:
         """Yield sent messages with the contents of replies, None for a reply that Flower has given up."""
@@ -502,6 +511,14 @@ class Link:
         earlier = self.expected.get(client, sizes["train"])
         if self.sizes.get(client, sizes) != sizes or sizes["train"] != earlier:
             raise Refused(f"client {self.label(client)} has other numbers of samples than it had at first.")
+
+
+def give_back() -> None:
+    """Return the memory of large messages to the system."""
+    # parts of them are in cycles, and what is freed glibc would keep for itself
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def initial_of(modules: Sequence[ClientModule]) -> str:
