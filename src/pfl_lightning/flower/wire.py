@@ -148,7 +148,7 @@ def on_disk(record: Any, folder: Path) -> Any:
         return record
     with tempfile.TemporaryFile(dir=folder) as file:
         # written and not copied into the mapping, where a full disk would end the process
-        file.write(memoryview(record.contiguous().flatten().view(torch.uint8).numpy()))
+        file.write(record.contiguous().flatten().view(torch.uint8).numpy().data)
         file.flush()
         mapped = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=record.dtype).view(record.shape)
