@@ -53,9 +53,9 @@ def test_large_updates_wait_in_files_and_change_no_bit(kind, tmp_path, monkeypat
 
     monkeypatch.setattr("pfl_lightning.flower.remote.on_disk", on_disk)
     grid = grid_of(make_client, tmp_path / "sites", compression=kind)
-    remote = deploy(grid, make_client, tmp_path, compression=kind, max_rounds=2)
+    remote = deploy(grid, make_client, tmp_path / "runs", compression=kind, max_rounds=2)
     here = fit(make_client(), compression=kind, max_rounds=2)
-    assert equal(remote.weights, here.weights) and stored == [tmp_path] * 8
+    assert equal(remote.weights, here.weights) and stored == [tmp_path / "runs"] * 8
     assert [row["bytes/up"] for row in remote.rows] == [row["bytes/up"] for row in here.rows]
 
 

@@ -199,6 +199,8 @@ class Remote(Engine):
             return outcome
         # a server without room on the disk may have it in memory
         with suppress(OSError):
+            # a run's first round may come before its first file
+            self.folder.mkdir(parents=True, exist_ok=True)
             return outcome._replace(update=on_disk(outcome.update, self.folder))
         return outcome
 

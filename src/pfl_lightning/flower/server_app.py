@@ -170,7 +170,7 @@ def serve(
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
         compression, summing = trainer.rounds.compression, summing_of(federation)
-        folder = Path(trainer.default_root_dir)
+        root = trainer.default_root_dir
         engine = Remote(
             modules,
             work,
@@ -181,8 +181,8 @@ def serve(
             max_norm,
             compression,
             summing,
-            # files of another machine's disk, such as s3://, can't be mapped
-            folder if folder.is_dir() else None,
+            # files elsewhere, such as s3://, can't be mapped
+            None if "://" in root else Path(root),
         )
         return [engine for _ in modules]
 
