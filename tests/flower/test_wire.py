@@ -17,7 +17,8 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 
 from pfl_lightning.flower import wire  # noqa: E402
 from pfl_lightning.flower.template import Refused, check_norm  # noqa: E402
-from pfl_lightning.flower.wire import names, pack, unpack  # noqa: E402
+from pfl_lightning.flower.wire import names, on_disk, pack, unpack  # noqa: E402
+from pfl_lightning.messages import Restored  # noqa: E402
 
 UPDATE = {
     "weights": {"net.w": torch.randn(3, 2), "net.b": torch.randn(2, dtype=torch.bfloat16)},
@@ -361,3 +362,20 @@ def test_without_a_template_no_more_than_the_limit_is_made():
     assert len(unpack(content, "5")) == 1000
     with pytest.raises(Refused, match="has 100000 bytes, and may have 99999"):
         unpack(content, "5", limit=99_999)
+
+
+def test_a_record_on_the_disk_is_the_same_and_its_files_have_no_names(tmp_path):
+    large, small = torch.randn(200, 100).T, torch.tensor([True])
+    record = {
+        "weights": Restored({"a": large}, {"a": "travelled"}),
+        3: [large.bfloat16(), (small, 2)],
+        "s": torch.ones(()),
+    }
+    made = on_disk(record, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(made["weights"]["a"], large) and made["weights"].travelled == {"a": "travelled"}
+    assert torch.equal(made[3][0], large.bfloat16()) and made[3][1][0] is small and made["s"] is record["s"]
+    made["weights"]["a"].zero_()
+    assert not torch.equal(made["weights"]["a"], large)
+    with pytest.raises(OSError):
+        on_disk(record, tmp_path / "nowhere")

@@ -1,9 +1,12 @@
 """The server's connection to sites: find each client's node, send messages about clients, and collect answers."""
 
+import ctypes
+import gc
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
@@ -162,6 +165,8 @@ class Link:
         """Time of the system's clock at which each node was last connected."""
         self.refusals: dict[int, str] = {}
         """Reason of each node whose last greeting was refused."""
+        self.one_by_one = False
+        """Whether replies are fetched one after another, so that no two large ones are in memory at once."""
         self.on_look: Callable[[], None] = lambda: None
         """Called at each look for replies, in the thread of the server."""
         self._node_of: dict[int, int] = {}
@@ -275,6 +280,9 @@ class Link:
                     if reply is not None:
                         self._answered(client, open_, begun)
                         yield client, reply
+                if self.one_by_one and reply is not None:
+                    reply.clear()
+                    give_back()
             # after the replies, as a site may have answered before it went
             open_ -= {client for client in open_ if self._is_lost(client)}
             now = time.monotonic()
@@ -356,12 +364,15 @@ class Link:
             # Flower gives None for a message to a node that has just left; a job then goes out again at the next look
             if name is not None:
                 self._sent[name] = sent
+        if self.one_by_one:
+            content.clear()
+            give_back()
 
     def _replies(self) -> Iterator[tuple[Sent, RecordDict | None]]:
         """Yield sent messages with the contents of replies, None for a reply that Flower has given up."""
         if not self._sent:
             return
-        for reply in self.grid.pull_messages(list(self._sent)):
+        for reply in self._pulled():
             sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
             # a greeting before it in the same list may have moved the message's clients to another node
             if sent is None:
@@ -380,6 +391,15 @@ class Link:
                 yield sent, reply.content
             else:
                 self._heard(sent.node, reply.content)
+
+    def _pulled(self) -> Iterator[Message]:
+        """Yield the replies that have come."""
+        names = list(self._sent)
+        for some in [[name] for name in names] if self.one_by_one else [names]:
+            replies = list(self.grid.pull_messages(some))
+            while replies:
+                # held here no longer than by the caller
+                yield replies.pop(0)
 
     def _failed(self, sent: Sent, code: int, reason: str) -> Iterator[tuple[Sent, RecordDict | None]]:
         about = f" with clients {', '.join(map(self.label, sent.clients))}" if sent.clients else ""
@@ -491,6 +511,14 @@ class Link:
         earlier = self.expected.get(client, sizes["train"])
         if self.sizes.get(client, sizes) != sizes or sizes["train"] != earlier:
             raise Refused(f"client {self.label(client)} has other numbers of samples than it had at first.")
+
+
+def give_back() -> None:
+    """Return the memory of large messages to the system."""
+    # parts of them are in cycles, and what is freed glibc would keep for itself
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def initial_of(modules: Sequence[ClientModule]) -> str:

@@ -3,6 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from reprlib import repr as shown
 from statistics import median
 from typing import Any, cast
@@ -33,9 +35,11 @@ from pfl_lightning.flower.template import (
     norm_of,
     plain,
 )
-from pfl_lightning.flower.wire import unpack
+from pfl_lightning.flower.wire import on_disk, unpack
 from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tensors
 
+LARGE = 1 << 24
+"""Size in bytes from which an update waits for the aggregation in files, and messages are read one after another."""
 ANSWER_BYTES = 1 << 20
 """Largest size of the tensors in a client's metrics, in bytes."""
 TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
@@ -63,6 +67,7 @@ class Remote(Engine):
             update, and warns of an update with a norm above `FAR` times the round's median.
         compression: the compression of updates; None if sites send whole weights.
         summing: the secure sum, with which the server learns no single update; None takes each client's update.
+        folder: a folder on a disk, where large updates wait for the aggregation; None keeps them in memory.
     """
 
     may_miss_clients = True
@@ -78,12 +83,13 @@ class Remote(Engine):
         max_norm: float | None = None,
         compression: Compression | None = None,
         summing: Summing | None = None,
+        folder: Path | None = None,
     ) -> None:
         # settings read from the first module, such as requested entries, hold for all architectures
         super().__init__(modules[0], work, precision)
         self.modules, self.compression = modules, compression
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
-        self.summing = summing
+        self.summing, self.folder = summing, folder
         self.sums = None if summing is None else {}
         # jobs without an answer so far, where a late answer may count
         self._late: dict[int, Job] = {}
@@ -130,9 +136,12 @@ class Remote(Engine):
                 if self.max_norm is None and outcome.finite:
                     own = norms.setdefault(self.architecture_of(client), {})
                     own[client] = norm_of(outcome.update, job.payload)
-                yield outcome
             except Refused as reason:
-                yield self._refused(client, reason)
+                outcome = self._refused(client, reason)
+            # the next message is read while these names stand
+            del content
+            yield self._stored(outcome)
+            del outcome
         if self.link.quorum.late_rounds:
             # a client still at work on an earlier job hasn't been sent this one
             self._late |= {client: job for client, job in silent.items() if self.link.times_asked[client]}
@@ -183,6 +192,17 @@ class Remote(Engine):
         # a client with a vector counts in the sum, even if its site refused a later step
         told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
         yield from (self._refused(client, reason) for client, reason in told.items())
+
+    def _stored(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with a large update in files, so that the server holds few models at once."""
+        if self.folder is None or num_bytes(outcome.update) < LARGE:
+            return outcome
+        # a server without room on the disk may have it in memory
+        with suppress(OSError):
+            # a run's first round may come before its first file
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return outcome._replace(update=on_disk(outcome.update, self.folder))
+        return outcome
 
     def _refused(self, client: int, reason: Refused) -> Outcome:
         """Return the outcome of a refused client, without an update, and note the reason.
@@ -304,7 +324,10 @@ class Remote(Engine):
             for client, job in asked.items()
         }
         round = next(iter(asked.values())).round + 1
-        yield from self.link.ask(kind, str(round), jobs, {client: sent_to(job) for client, job in asked.items()})
+        payloads = {client: sent_to(job) for client, job in asked.items()}
+        # what comes back has about the size of what is sent
+        self.link.one_by_one = max(map(num_bytes, payloads.values())) >= LARGE
+        yield from self.link.ask(kind, str(round), jobs, payloads)
 
     def _answer(self, content: RecordDict, client: int) -> dict[str, Any]:
         """Return a site's answer about a client as a dict, with its entries still unchecked.

@@ -170,8 +170,19 @@ def serve(
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
         compression, summing = trainer.rounds.compression, summing_of(federation)
+        root = trainer.default_root_dir
         engine = Remote(
-            modules, work, precision, link, federation.architecture_of, states.live, max_norm, compression, summing
+            modules,
+            work,
+            precision,
+            link,
+            federation.architecture_of,
+            states.live,
+            max_norm,
+            compression,
+            summing,
+            # files elsewhere, such as s3://, can't be mapped
+            None if "://" in root else Path(root),
         )
         return [engine for _ in modules]
 

@@ -6,7 +6,10 @@ comparing the record's nesting with the bytes and with a template.
 
 import json
 import math
+import mmap
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.flower.template import Refused, Spec, check, check_finite
+from pfl_lightning.messages import Restored
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -42,6 +46,8 @@ TREE_BYTES = 1 << 20
 """Largest number of characters of a record's nesting, for some 10,000 tensors."""
 ANY_NAMES = 256
 """Largest number of entries to make room for in a dict with any names."""
+SMALL = 1 << 16
+"""Size in bytes below which a tensor gets no file of its own."""
 LIMIT = 1 << 36
 """Default of the largest number of bytes of a record's tensors: 64 GiB."""
 
@@ -118,6 +124,34 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
     except Exception as error:
         # any kind of error, since a sender decides which: deep brackets, for one, raise RecursionError
         raise Refused(f"{name} can't be read ({type(error).__name__}: {shown(str(error))}).") from error
+
+
+def on_disk(record: Any, folder: Path) -> Any:
+    """Return a record with its large tensors in files without a name, mapped into memory; a file goes with its tensor.
+
+    The system takes the memory of mapped files back where it needs it. Changing such a tensor changes no file.
+
+    Args:
+        record: dicts, lists and tuples with tensors on the CPU.
+        folder: a folder for the files, on a disk.
+
+    Raises:
+        OSError: if a file can't be written.
+    """
+    if isinstance(record, Restored):
+        return Restored(on_disk(dict(record), folder), record.travelled)
+    if isinstance(record, Mapping):
+        return {name: on_disk(part, folder) for name, part in record.items()}
+    if isinstance(record, list | tuple):
+        return type(record)(on_disk(part, folder) for part in record)
+    if not isinstance(record, Tensor) or record.nbytes < SMALL:
+        return record
+    with tempfile.TemporaryFile(dir=folder) as file:
+        # written and not copied into the mapping, where a full disk would end the process
+        file.write(record.contiguous().flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=record.dtype).view(record.shape)
 
 
 class Table:

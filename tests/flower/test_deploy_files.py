@@ -1,0 +1,52 @@
+"""The files of examples/deploy: a script for certificates, units of systemd, and services of docker compose."""
+
+import configparser
+import datetime
+import ipaddress
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+x509 = pytest.importorskip("cryptography.x509", reason="needs the extra flower")
+
+FILES = Path(__file__).parents[2] / "examples" / "deploy"
+PROGRAMS = {"flower-superlink", "flower-supernode", "pfl-lightning"}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl isn't installed")
+@pytest.mark.parametrize(("host", "kind"), [("server.example", x509.DNSName), ("127.0.0.1", x509.IPAddress)])
+def test_certificates_are_by_the_authority_and_for_the_host(host, kind, tmp_path):
+    subprocess.run(["sh", FILES / "certificates.sh", host], cwd=tmp_path, check=True, capture_output=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"ca.key", "ca.pem", "ca.srl", "server.key", "server.pem"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*.key"))
+    authority, server = (x509.load_pem_x509_certificate((tmp_path / f"{n}.pem").read_bytes()) for n in ("ca", "server"))
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(kind)
+    assert list(map(str, names)) == [host] and (kind is x509.DNSName or ipaddress.ip_address(host) == names[0])
+    assert server.not_valid_after_utc > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=300)
+
+
+def words_of(unit):
+    """The command line of a unit or a service."""
+    if unit.suffix == ".service":
+        parser = configparser.ConfigParser(interpolation=None, strict=False, comment_prefixes=("#",))
+        parser.optionxform = str
+        parser.read_string(unit.read_text().replace("\\\n", " "))
+        assert parser["Service"]["Restart"] in ("always", "on-failure")
+        return [shlex.split(parser["Service"]["ExecStart"])]
+    return [shlex.split(service["command"]) for service in yaml.safe_load(unit.read_text())["services"].values()]
+
+
+@pytest.mark.parametrize("name", ["superlink.service", "federation.service", "supernode.service", "compose.yaml"])
+def test_commands_are_those_of_the_page(name):
+    page = (FILES.parents[1] / "docs" / "deployment.md").read_text()
+    for program, *words in words_of(FILES / name):
+        assert Path(program).name in PROGRAMS
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        assert all(option in page for option in options)
+        # else a SuperLink that is started again has forgotten its sites
+        assert Path(program).name != "flower-superlink" or "--database" in options
