@@ -52,6 +52,7 @@ REASONS = {
     "Local": "sends nothing",
     "NormalizedHead": "doesn't set client_level",
     "PACClient": "sends prototypes beside weights",
+    "PFedFDA": "sends class_means and covariance beside weights",
     "PFedGraph": "needs reference beside weights",
     "PFedHN": "doesn't set client_level",
     "Pooled": "doesn't set client_level",

@@ -80,6 +80,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
+from pfl_lightning.methods.pfedfda import PFedFDA
 from pfl_lightning.methods.pfedgraph import PFedGraph
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
@@ -150,6 +151,7 @@ __all__ = [
     "Local",
     "NormalizedHead",
     "PACClient",
+    "PFedFDA",
     "PFedGraph",
     "PFedHN",
     "PFedMe",

@@ -162,6 +162,7 @@ METHODS = (
     Method("kNN-Per", m.KNNPer),
     Method("FedRoD", m.FedRoD),
     Method("FedGELA", m.FedGELA),
+    Method("pFedFDA", m.PFedFDA),
     Method("FedALA", m.FedALA),
     Method("FedAMP", m.CloudProx, a.FedAMP),
     Method("pFedSim", m.FedAvg, a.PFedSim),
