@@ -28,6 +28,7 @@ REASONS = {
     "APPLE": "needs models and shares beside weights",
     "CloudProx": "doesn't set client_level",
     "ControlVariates": "sends control beside weights",
+    "DPScaffold": "sends control beside weights",
     "Ensemble": "needs models beside weights",
     "FeatureAlignment": "sends prototypes beside weights",
     "FedAS": "sends fisher beside weights",

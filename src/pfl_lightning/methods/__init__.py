@@ -27,6 +27,7 @@ from pfl_lightning.methods.alternate_training import AlternateAlignment, Alterna
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
 from pfl_lightning.methods.ditto import Ditto
+from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
@@ -106,6 +107,7 @@ __all__ = [
     "CloudProx",
     "ControlVariates",
     "CosineClassifier",
+    "DPScaffold",
     "Ditto",
     "Ensemble",
     "FeatureAlignment",

@@ -123,6 +123,7 @@ METHODS = (
     Method("q-FedAvg", m.QFedAvg),
     Method("FedDG-GA", m.FedDGGA),
     Method("SCAFFOLD", m.ControlVariates, a.SCAFFOLD),
+    Method("DP-SCAFFOLD", m.DPScaffold),
     Method("FedDyn", m.FedDyn),
     Method("FedSAM", m.FedSAM),
     Method("FedLC", m.FedLC),
