@@ -55,4 +55,5 @@ class DPScaffold(ControlVariates):
         parameters = trained_parameters(self, "net")
         parts = torch.split(self.correction, [parameter.numel() for parameter in parameters.values()])
         corrections = {f"net.{name}": part for name, part in zip(parameters, parts, strict=True)}
+        # parameters that a phase leaves still have no gradient to correct
         return {name: gradient + corrections[name].view_as(gradient) for name, gradient in gradients.items()}

@@ -83,6 +83,7 @@ class FedKD(PersonalNet, FedAvg):
             super().on_download(payload, data)
         else:
             self.assign(moved(self.received.tensors(), payload["factors"]) | payload["rest"])
+        # after both ways, so that the next change is added to what the server believes the client to hold
         self.received.take(self.state_dict().items())
         self.energy.copy_(payload["energy"])
 
@@ -105,6 +106,7 @@ class FedKD(PersonalNet, FedAvg):
     def upload(self, data: ClientData) -> Message:
         """Return the factors of the student's change, and its other entries."""
         weights, energy = super().upload(data)["weights"], float(self.energy)
+        # on the CPU under each engine, so that ranks don't depend on the device
         changes = {name: weights[name].cpu() - x.cpu() for name, x in self.received.tensors().items()}
         return {
             "factors": {name: cut(change, energy) for name, change in changes.items()},
@@ -169,6 +171,7 @@ class LowRankAverage(WeightedAverage):
         factors, sent = {}, 0
         for name in next(iter(updates.values()))["factors"]:
             pairs = [update["factors"][name] for update in updates.values()]
+            # a mean of reconstructed matrices, as factors of different clients have no mean
             mean = sum(share * joined(pair).to(promoted(x[name])) for pair in pairs)
             factors[name] = cut(mean.reshape(x[name].shape), self.energy())
             sent += sum(factor.numel() for pair in pairs for factor in pair)
@@ -184,6 +187,7 @@ class LowRankAverage(WeightedAverage):
     def download(self, client: int) -> Message:
         """Return the change to a client that holds the last student, and the whole student to any other."""
         entries = ("factors", "rest") if client in self.state["holders"] else ("weights",)
+        # in float64, as clients compare sums of squares with it
         energy = torch.tensor(self.energy(), dtype=torch.float64)
         return {name: self.state[name] for name in entries} | {"energy": energy}
 

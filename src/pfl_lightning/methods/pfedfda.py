@@ -120,6 +120,7 @@ class PFedFDA(FedAvg):
             data: the client's data.
         """
         counts = torch.ones(self.num_classes) if data is None else data.class_counts.cpu()
+        # a class of share 0 would have a logit of minus infinity
         shares = counts.double() / counts.sum().clamp_min(1) + EPSILON
         return shares / shares.sum()
 
@@ -230,6 +231,7 @@ def discriminant(means: Tensor, covariance: Tensor, priors: Tensor) -> tuple[Ten
     """
     size = len(covariance)
     even = covariance.trace() / size * torch.eye(size, dtype=covariance.dtype)
+    # solved, as an inverse of a large covariance loses digits
     weight = torch.linalg.solve((1 - EPSILON) * covariance + EPSILON * even, means.T).T
     return weight, priors.log() - (means * weight).sum(1) / 2
 
@@ -249,6 +251,7 @@ def statistics(h: Tensor, y: Tensor, means: Tensor, few: int) -> tuple[Tensor, T
     counts = members.sum(0)
     own = members.T @ h / counts.clamp_min(1)[:, None]
     centred = h - own[y]
+    # around own means also where the others replace them, as in the official code
     covariance = centred.T @ centred / max(len(h) - 1, 1) + EPSILON + torch.eye(h.shape[1], dtype=h.dtype)
     return torch.where(counts[:, None] > few, own, means), covariance
 
