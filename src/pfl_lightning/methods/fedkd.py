@@ -159,7 +159,8 @@ class LowRankAverage(WeightedAverage):
 
     def energy(self) -> float:
         """Return the share :math:`T_t` of the next round with updates."""
-        return self.start + min((self.state["round"] + 1) / self.rounds, 1) * (self.end - self.start)
+        done: int = self.state["round"]
+        return self.start + min((done + 1) / self.rounds, 1) * (self.end - self.start)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Move the student; log the mean share of matrices' numbers that clients' factors have."""
@@ -172,7 +173,7 @@ class LowRankAverage(WeightedAverage):
         for name in next(iter(updates.values()))["factors"]:
             pairs = [update["factors"][name] for update in updates.values()]
             # a mean of reconstructed matrices, as factors of different clients have no mean
-            mean = sum(share * joined(pair).to(promoted(x[name])) for pair in pairs)
+            mean = torch.stack([joined(pair).to(promoted(x[name])) for pair in pairs]).mean(0)
             factors[name] = cut(mean.reshape(x[name].shape), self.energy())
             sent += sum(factor.numel() for pair in pairs for factor in pair)
         self.state |= {
