@@ -61,7 +61,7 @@ def test_who_needs_sums_only_says_so(method):
     after = sent(aggregator, state, shifted(updates))
     assert all(torch.equal(x, y) for x, y in zip(tensors(before), tensors(again), strict=True))
     same = all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(tensors(before), tensors(after), strict=True))
-    # bits of a mask have no sums in the bytes that they are packed in, nor have factors of different ranks: nothing moves
+    # bits of a mask have no sums in the bytes that they are packed in, nor have factors of different ranks
     assert same == (aggregator.sums_only or method.name in ("FedKD", "FedPM"))
 
 

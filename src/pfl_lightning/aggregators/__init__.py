@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.kt_pfl import KTpFL
     from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
     from pfl_lightning.methods.ldawa import LDAWA
+    from pfl_lightning.methods.pfedfda import FeatureStatistics
     from pfl_lightning.methods.pfedgraph import CollaborationGraph
     from pfl_lightning.methods.pfedhn import HyperNetwork
     from pfl_lightning.methods.pfedsim import PFedSim
@@ -87,6 +88,7 @@ __all__ = [
     "DynamicAverage",
     "FairAverage",
     "FeatureGenerator",
+    "FeatureStatistics",
     "FedAMP",
     "FedAWA",
     "FedAWAL",
@@ -148,6 +150,7 @@ SERVERS = {
     "DynamicAverage": "feddyn",
     "FairAverage": "q_fedavg",
     "FeatureGenerator": "fedgen",
+    "FeatureStatistics": "pfedfda",
     "FedAMP": "fedamp",
     "FedAWA": "fedawa",
     "FedAWAL": "fedawa_l",

@@ -128,6 +128,8 @@ class ClientModule(LightningModule):
     """
     example_level: ClassVar[bool] = False
     """True if others learn about its samples through gradients of single samples alone. It isn't inherited either."""
+    follows: ClassVar[frozenset[str]] = frozenset()
+    """Entries of `sends` that follow from received and trained weights alone, with ``example_level``; not inherited."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes that each round computes anew, such as ``gains`` or ``net.mask``.
 

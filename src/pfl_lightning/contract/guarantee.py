@@ -98,7 +98,9 @@ def check_example_level(
         )
     # an aggregator's needs too: the client's `offers` are sent on demand, and aren't in `sends`
     needed = aggregator.needs - BOUNDED - ({"class_counts"} if noisy_counts else set())
-    if further := sorted((client.sends - BOUNDED) | needed):
+    # what follows from private steps costs no further privacy
+    follows = vars(type(client)).get("follows", frozenset())
+    if further := sorted(((client.sends - BOUNDED) | needed) - follows):
         raise MisconfigurationException(
             f"{setting} adds noise to training alone, and {' and '.join(further)}, which model={name} sends to "
             f"aggregator={aggregator.name}, tells of samples as they are; take a method that sends weights, such as "

@@ -27,6 +27,7 @@ from pfl_lightning.methods.alternate_training import AlternateAlignment, Alterna
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
 from pfl_lightning.methods.ditto import Ditto
+from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
@@ -88,6 +89,7 @@ from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
+from pfl_lightning.methods.pfedfda import PFedFDA
 from pfl_lightning.methods.pfedgraph import PFedGraph
 from pfl_lightning.methods.pfedhn import PFedHN
 from pfl_lightning.methods.pfedme import PFedMe
@@ -114,6 +116,7 @@ __all__ = [
     "CloudProx",
     "ControlVariates",
     "CosineClassifier",
+    "DPScaffold",
     "Ditto",
     "Ensemble",
     "FFALoRA",
@@ -167,6 +170,7 @@ __all__ = [
     "Local",
     "NormalizedHead",
     "PACClient",
+    "PFedFDA",
     "PFedGraph",
     "PFedHN",
     "PFedMe",

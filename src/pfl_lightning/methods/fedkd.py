@@ -83,6 +83,7 @@ class FedKD(PersonalNet, FedAvg):
             super().on_download(payload, data)
         else:
             self.assign(moved(self.received.tensors(), payload["factors"]) | payload["rest"])
+        # after both ways, so that the next change is added to what the server believes the client to hold
         self.received.take(self.state_dict().items())
         self.energy.copy_(payload["energy"])
 
@@ -105,6 +106,7 @@ class FedKD(PersonalNet, FedAvg):
     def upload(self, data: ClientData) -> Message:
         """Return the factors of the student's change, and its other entries."""
         weights, energy = super().upload(data)["weights"], float(self.energy)
+        # on the CPU under each engine, so that ranks don't depend on the device
         changes = {name: weights[name].cpu() - x.cpu() for name, x in self.received.tensors().items()}
         return {
             "factors": {name: cut(change, energy) for name, change in changes.items()},
@@ -157,7 +159,8 @@ class LowRankAverage(WeightedAverage):
 
     def energy(self) -> float:
         """Return the share :math:`T_t` of the next round with updates."""
-        return self.start + min((self.state["round"] + 1) / self.rounds, 1) * (self.end - self.start)
+        done: int = self.state["round"]
+        return self.start + min((done + 1) / self.rounds, 1) * (self.end - self.start)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Move the student; log the mean share of matrices' numbers that clients' factors have."""
@@ -169,7 +172,8 @@ class LowRankAverage(WeightedAverage):
         factors, sent = {}, 0
         for name in next(iter(updates.values()))["factors"]:
             pairs = [update["factors"][name] for update in updates.values()]
-            mean = sum(share * joined(pair).to(promoted(x[name])) for pair in pairs)
+            # a mean of reconstructed matrices, as factors of different clients have no mean
+            mean = torch.stack([joined(pair).to(promoted(x[name])) for pair in pairs]).mean(0)
             factors[name] = cut(mean.reshape(x[name].shape), self.energy())
             sent += sum(factor.numel() for pair in pairs for factor in pair)
         self.state |= {
@@ -184,6 +188,7 @@ class LowRankAverage(WeightedAverage):
     def download(self, client: int) -> Message:
         """Return the change to a client that holds the last student, and the whole student to any other."""
         entries = ("factors", "rest") if client in self.state["holders"] else ("weights",)
+        # in float64, as clients compare sums of squares with it
         energy = torch.tensor(self.energy(), dtype=torch.float64)
         return {name: self.state[name] for name in entries} | {"energy": energy}
 

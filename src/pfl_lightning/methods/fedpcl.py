@@ -83,12 +83,14 @@ class FedPCL(Local):
 
     def local_phases(self) -> list[Phase]:
         """Train the body, and nothing before there are prototypes."""
+        # no phase, and not a loss of 0, which would still move running statistics
         return [Phase(trains=in_body)] if len(self.tables) else []
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the sum of both contrasts."""
         x, target = batch
         z = self.normalized(x)
+        # the mean first: one product for the table of each client and for the mean
         tables = torch.cat([self.prototypes.vectors[None], self.tables])
         similar = torch.einsum("nd,kcd->knc", z, tables.to(z)) / self.tau
         # finite, so that a batch without any known class adds 0 and not NaN

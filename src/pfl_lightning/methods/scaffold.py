@@ -133,6 +133,7 @@ class SCAFFOLD(WeightedAverage):
         MisconfigurationException: if ``server_lr`` isn't positive.
     """
 
+    example_level = True
     needs = frozenset({"weights", "control"})
     sends = WeightedAverage.sends | {"control"}
     sums_only = True
