@@ -16,7 +16,7 @@ from sweeps import swept
 
 # the loss of pairs of views takes images alone; FedNova can't count steps of optimizers that live on
 OWN = {"FedClassAvg": {"contrastive": False}, "FedNova": {"optimizer_lifetime": "round"}}
-OWN["FlexLoRA"] = OWN["FedNova"]
+OWN["FlexLoRA"] = OWN["FLoRA"] = OWN["FedNova"]
 """Settings that methods want."""
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.feddg_ga import GeneralizationAdjustment
     from pfl_lightning.methods.feddisco import FedDisco
     from pfl_lightning.methods.feddyn import DynamicAverage
+    from pfl_lightning.methods.fedex_lora import ResidualAverage
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
     from pfl_lightning.methods.flexlora import ProductAverage
+    from pfl_lightning.methods.flora import StackedAverage
     from pfl_lightning.methods.hetlora import NormAverage
     from pfl_lightning.methods.ifca import ClusterModels
     from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -111,7 +113,9 @@ __all__ = [
     "NormalizedAverage",
     "PFedSim",
     "ProductAverage",
+    "ResidualAverage",
     "Server",
+    "StackedAverage",
     "TrainablePrototypes",
     "WeightedAverage",
     "Weighting",
@@ -167,7 +171,9 @@ SERVERS = {
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
     "ProductAverage": "flexlora",
+    "ResidualAverage": "fedex_lora",
     "SCAFFOLD": "scaffold",
+    "StackedAverage": "flora",
     "TrainablePrototypes": "fedtgp",
 }
 """Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""

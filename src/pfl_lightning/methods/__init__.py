@@ -41,8 +41,10 @@ from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
 from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
+from pfl_lightning.methods.feddpa import FedDPA
 from pfl_lightning.methods.feddyn import FedDyn
 from pfl_lightning.methods.fedetf import FedETF
+from pfl_lightning.methods.fedex_lora import FedExLoRA
 from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
@@ -70,6 +72,7 @@ from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
 from pfl_lightning.methods.flexlora import FlexLoRA
+from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
@@ -112,6 +115,7 @@ __all__ = [
     "Ditto",
     "Ensemble",
     "FFALoRA",
+    "FLoRA",
     "FeatureAlignment",
     "FedALA",
     "FedAS",
@@ -123,9 +127,11 @@ __all__ = [
     "FedClassAvg",
     "FedDBE",
     "FedDGGA",
+    "FedDPA",
     "FedDistill",
     "FedDyn",
     "FedETF",
+    "FedExLoRA",
     "FedFomo",
     "FedGELA",
     "FedGH",

@@ -194,6 +194,9 @@ METHODS = (
     Method("RoLoRA", m.RoLoRA),
     Method("FlexLoRA", m.FlexLoRA),
     Method("HetLoRA", m.HetLoRA),
+    Method("FedEx-LoRA", m.FedExLoRA),
+    Method("FLoRA", m.FLoRA),
+    Method("FedDPA", m.FedDPA),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 
