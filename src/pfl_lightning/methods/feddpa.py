@@ -59,6 +59,7 @@ class FedDPA(FedIT):
         own = {}
         for pair in self.pairs:
             a, b = self.get_parameter(pair.a), self.get_parameter(pair.b)
+            # as linear layers begin
             bound = 1 / math.sqrt(a[0].numel())
             own |= {pair.a: torch.empty_like(a).uniform_(-bound, bound), pair.b: torch.zeros_like(b)}
         # names of parameters can't have dots

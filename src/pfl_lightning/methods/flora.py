@@ -71,6 +71,7 @@ class StackedAverage(ResidualAverage):
         """Merge the stack, and draw new adapters."""
         logs = super().aggregate(updates, round)
         if updates:
+            # a function of the seed and the round, so that a resumed run draws the same
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "flora", round))
             fresh = {}
             for pair in self.scales:

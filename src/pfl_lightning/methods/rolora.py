@@ -30,6 +30,7 @@ class RoLoRA(FedIT):
 
     def local_phases(self) -> list[Phase]:
         """Train everything but the round's frozen factor."""
+        # of two names, as each factor's optimizer is kept by the name of its phase
         return [Phase("A" if self.round % 2 else "B", trains=lambda name: not self.stands(name))]
 
     def joining_phases(self) -> list[Phase]:
