@@ -56,7 +56,7 @@ class FedDPA(FedIT):
             )
         self.local_weight = local_weight
         self.pairs = pairs(self.state_dict())
-        own = {}
+        own: StateDict = {}
         for pair in self.pairs:
             a, b = self.get_parameter(pair.a), self.get_parameter(pair.b)
             # as linear layers begin
