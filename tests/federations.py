@@ -287,9 +287,11 @@ def same_end(one: Run, other: Run) -> bool:
     )
 
 
-def check_order_and_resume(method: Callable[..., FedAvg], root: Path, **settings: Any) -> None:
+def check_order_and_resume(
+    method: Callable[..., FedAvg], root: Path, optimizer_lifetime: str = "run", **settings: Any
+) -> None:
     """Neither the order in which clients train or deliver nor a pause after two rounds changes a bit."""
-    make = partial(make_client, method, net=noisy, optimizer_lifetime="run")
+    make = partial(make_client, method, net=noisy, optimizer_lifetime=optimizer_lifetime)
     settings = {"clients_per_round": 3, "max_rounds": 3, **settings}
     whole = fit(make(), **settings)
     assert same_end(whole, fit(make(), engine=Shuffled, **settings))

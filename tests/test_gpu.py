@@ -17,7 +17,7 @@ from command import CONFIGS, QUIET, pfl
 from federations import blobs, equal, fit, make_client, noisy
 from pfl_lightning.engines.vmap.engine import Vectorised
 from pfl_lightning.messages import tensors
-from pfl_lightning.methods import Ditto, FedPer, FedProx
+from pfl_lightning.methods import Ditto, FedPer, FedProx, registry
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.nets import Net
@@ -46,6 +46,8 @@ def end(method, accelerator, engine, precision="64-true", more=""):
     """The last checkpoint of a run of a method's file, which anybody without a GPU can read."""
     root = f"{accelerator}-{engine}-{precision}"
     files = f"--config {CONFIGS / 'protocols' / 'digits_dir0.1.yaml'} --config {CONFIGS / 'methods' / method}.yaml"
+    if any(each.file == method and "adapters" in each.client.requires for each in registry.METHODS):
+        files += " --model.net Adapted --model.net.net MLP"
     pfl(
         f"fit {files} {DIGITS} {QUIET} --trainer.accelerator {accelerator} --trainer.engine {engine} "
         f"--trainer.precision {precision} --trainer.default_root_dir {root} {more}"

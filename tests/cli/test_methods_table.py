@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import WeightedAverage, aggregators, methods
-from pfl_lightning.cli.measuring import CLIENTS, describe, quiet, works
+from pfl_lightning.cli.measuring import CLIENTS, describe, net_of, quiet, works
 from pfl_lightning.cli.methods_table import FORMATS, NOTE, STORED, stored
 from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
@@ -150,7 +150,8 @@ def test_data_that_are_looked_at_are_needed():
 
 def takes_part_in_part(method: Method) -> str:
     with quiet():
-        return works(method, MLP, clients_per_round=CLIENTS // 2, max_rounds=3)
+        net = net_of(method.client, MLP) if "adapters" in method.client.requires else MLP
+        return works(method, net, clients_per_round=CLIENTS // 2, max_rounds=3)
 
 
 @pytest.mark.parametrize("method", swept(METHODS))

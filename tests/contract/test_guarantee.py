@@ -20,7 +20,7 @@ FIT = {
     *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
     *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
     *("FENDA", "FedETF", "FedGELA", "FedSR", "MRMTL", "PerFCL"),
-    *("FedIT", "FFALoRA", "FedSALoRA"),
+    *("FedIT", "FFALoRA", "FedSALoRA", "FedDPA"),
 }
 """Client modules of which others learn by weights alone."""
 REASONS = {
@@ -38,6 +38,8 @@ REASONS = {
     "FedDGGA": "sends received_error and trained_error beside weights",
     "FedDistill": "sends outputs beside weights",
     "FedDyn": "needs mean_samples beside weights",
+    "FedExLoRA": "doesn't set client_level",
+    "FLoRA": "doesn't set client_level",
     "FlexLoRA": "doesn't set client_level",
     "HetLoRA": "doesn't set client_level",
     "RoLoRA": "doesn't set client_level",

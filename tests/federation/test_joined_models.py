@@ -7,7 +7,20 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import NETS, Blobs, Sizes, equal, fit, make_client, make_trainer, noisy, plain, points, read_csv
+from federations import (
+    NETS,
+    Blobs,
+    Sizes,
+    equal,
+    fit,
+    fitting,
+    make_client,
+    make_trainer,
+    noisy,
+    plain,
+    points,
+    read_csv,
+)
 from pfl_lightning.client.joined_clients import JOINED
 from pfl_lightning.data import TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
@@ -69,7 +82,8 @@ def test_predictions_of_clients_that_joined_give_their_test_figures(method, tmp_
     else:
         assert method.name not in NEED_SAMPLES
         assert equal([own.outputs for own in predicted.values()], [own.outputs for own in alone.values()])
-        loaded = method.client.load_from_checkpoint(run.last, client=5, net=noisy, **SETTINGS.get(method.name, {}))
+        net = fitting(method.client, noisy)
+        loaded = method.client.load_from_checkpoint(run.last, client=5, net=net, **SETTINGS.get(method.name, {}))
         assert torch.equal(loaded.eval()(rows[5]), predicted[5].outputs)
         assert equal(loaded.state_dict(), run.trainer.client(5).cpu().state_dict())
 

@@ -14,9 +14,9 @@ from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
 
-# the loss of pairs of views takes images alone; FedNova can't count steps of optimizers that live on
+# the loss of pairs of views takes images alone; FedNova and others refuse optimizers that live on
 OWN = {"FedClassAvg": {"contrastive": False}, "FedNova": {"optimizer_lifetime": "round"}}
-OWN["FlexLoRA"] = OWN["FedNova"]
+OWN |= dict.fromkeys(("FlexLoRA", "FLoRA", "RoLoRA"), OWN["FedNova"])
 """Settings that methods want."""
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Pause, Shuffled, Spy, blobs, drawn_update, fit, make_client, noisy, same_end, set_up
+from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import ProductAverage
 from pfl_lightning.aggregators.adapters import pairs
@@ -101,12 +101,7 @@ def test_the_engines_agree():
 
 @pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    make = partial(make_client, partial(FlexLoRA, ranks=[1, 2]), net=noisy)
-    settings = {"clients_per_round": 3, "max_rounds": 3}
-    whole = fit(make(), **settings)
-    assert same_end(whole, fit(make(), engine=Shuffled, **settings))
-    fit(make(), root=tmp_path, callbacks=[Pause(2)], **settings)
-    assert same_end(whole, fit(make(), root=tmp_path, ckpt_path="last", **settings))
+    check_order_and_resume(partial(FlexLoRA, ranks=[1, 2]), tmp_path, optimizer_lifetime="round")
 
 
 def test_optimizers_that_live_on_are_refused():

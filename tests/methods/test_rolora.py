@@ -1,7 +1,8 @@
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import MOMENTUM, Spy, blobs, check_order_and_resume, fit, make_client, near, noisy
+from federations import Spy, blobs, check_order_and_resume, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
 from pfl_lightning.aggregators.adapters import is_first, is_second, pairs
@@ -51,8 +52,7 @@ def test_the_first_round_is_ffa_lora_and_a_learns_in_the_second():
 
 
 def test_the_engines_agree_and_it_learns():
-    settings = {"optimizer_lifetime": "run", "optimizer": MOMENTUM}
-    alone, together = (fit(make_client(RoLoRA, **settings), engine=engine) for engine in ("sequential", "vectorised"))
+    alone, together = (fit(make_client(RoLoRA), engine=engine) for engine in ("sequential", "vectorised"))
     assert near(dict(alone.weights), dict(together.weights))
     assert alone.rows[-1]["val/loss"] < alone.rows[0]["val/loss"]
 
@@ -66,7 +66,12 @@ def test_other_servers_keep_what_was_not_sent():
 
 @pytest.mark.exhaustive
 def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(RoLoRA, tmp_path)
+    check_order_and_resume(RoLoRA, tmp_path, optimizer_lifetime="round")
+
+
+def test_optimizers_that_live_on_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run"):
+        make_client(RoLoRA, optimizer_lifetime="run")
 
 
 def test_it_alternates_adapters_of_peft():

@@ -93,6 +93,7 @@ def pairs(names: Iterable[str]) -> list[Pair]:
     Args:
         names: names of entries; an A without its B is no pair.
     """
+    # a dict, which keeps the order of entries and is quick to search
     known = dict.fromkeys(names)
     found = []
     for a in known:
@@ -113,6 +114,7 @@ def factors(updates: Updates, pair: Pair) -> tuple[list[Tensor], list[Tensor]]:
         pair: the layer's names.
     """
     states = [update["weights"] for update in updates.values()]
+    # by `column`, so that stacks of engine `vectorised` stay on their device
     first, second = column(states, pair.a), column(states, pair.b)
     return [a.flatten(1).to(promoted(a)) for a in first], [b.flatten(1).to(promoted(b)) for b in second]
 
@@ -127,6 +129,7 @@ def summed(products: Sequence[tuple[Tensor, Tensor]], weights: Sequence[float]) 
     Returns:
         The stacks ``[o, K r]`` and ``[K r, i]``.
     """
+    # the weight on one factor alone: on both it would be squared
     left = torch.cat([weight * b for weight, (b, _) in zip(weights, products, strict=True)], 1)
     return left, torch.cat([a for _, a in products])
 
@@ -155,8 +158,10 @@ def truncated(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor, T
         ``[o, r]``, all singular values, largest first, and ``[r, i]``; r is smaller where o, i or m is.
     """
     left_basis, core, right_basis = small_core(left, right)
+    # K r rows and columns at most, however large the layer is
     u, s, v = torch.linalg.svd(core, full_matrices=False)
     u, v = left_basis @ u[:, :rank], v[:rank] @ right_basis.T
+    # else the same product could be sent with other factors by another engine or machine
     signs = torch.sign(u.gather(0, u.abs().argmax(0, keepdim=True)))
     return u * signs, s, v * signs.T
 
@@ -199,6 +204,7 @@ def product_error(updates: Updates, weights: Mapping[int, float], scales: Mappin
     missed = whole = 0.0
     for pair, scale in scales.items():
         a, b = factors(updates, pair)
+        # by deviations and not as a difference of products, in which alike clients would cancel to rounding
         missed += (scale * norm(*summed(deviations(a, b, shares), shares))) ** 2
         whole += (scale * norm(*summed(list(zip(b, a, strict=True)), shares))) ** 2
     return math.sqrt(missed / whole) if whole else 0.0

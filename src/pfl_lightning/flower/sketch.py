@@ -60,7 +60,7 @@ class Sketches:
 
     def __init__(self, modules: Sequence[ClientModule]) -> None:
         self._modules = modules
-        self._known: dict[tuple[int, str], Message] = {}
+        self._known: dict[tuple[int, tuple[str, ...], str], Message] = {}
         # personal parameters are at sites; initial ones have the same shapes
         self._personal = [detached(personal_entries(module, module.state_dict())) for module in modules]
 
@@ -78,13 +78,16 @@ class Sketches:
         Raises:
             MisconfigurationException: if an upload without training fails.
         """
-        # by the payload's shapes too: in some methods they decide the shapes of updates
-        look = architecture, str(tree_map(lambda t: t.to("meta"), job.payload))
+        module = self._modules[architecture]
+        vars(module).update(client_id=job.client, round=job.round)
+        # by the payload's shapes too, which decide the shapes of updates in some methods, and by the names that travel,
+        # which are others from round to round in RoLoRA
+        look = architecture, tuple(module.shared_state()), str(tree_map(lambda t: t.to("meta"), job.payload))
         if look not in self._known:
             try:
                 self._known[look] = self._made(architecture, job)
             except Exception as error:
-                name = type(self._modules[architecture]).__name__
+                name = type(module).__name__
                 raise MisconfigurationException(
                     f"model={name}: what its updates look like can't be found out by an upload without training "
                     f"({type(error).__name__}: {error}), and without that nothing is taken from sites; take another."

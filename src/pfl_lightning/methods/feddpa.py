@@ -56,9 +56,10 @@ class FedDPA(FedIT):
             )
         self.local_weight = local_weight
         self.pairs = pairs(self.state_dict())
-        own = {}
+        own: StateDict = {}
         for pair in self.pairs:
             a, b = self.get_parameter(pair.a), self.get_parameter(pair.b)
+            # as linear layers begin
             bound = 1 / math.sqrt(a[0].numel())
             own |= {pair.a: torch.empty_like(a).uniform_(-bound, bound), pair.b: torch.zeros_like(b)}
         # names of parameters can't have dots

@@ -121,6 +121,7 @@ class ResidualAverage(AdapterAverage):
             left, right = self.missed(*factors(updates, pair), shares)
             added = scale * (left @ right).to(CPU)
             name = residual_of(pair)
+            # a layer may have several adapters
             old = moved.get(name, self.state["weights"][name])
             moved[name] = old + (added.T if self.transposed[pair] else added).reshape(old.shape).to(old.dtype)
         logs = super().aggregate(updates, round)

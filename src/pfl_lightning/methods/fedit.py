@@ -55,6 +55,7 @@ class AdapterAverage(WeightedAverage):
         """Average the models; log the error of the products."""
         if not updates:
             return {}
+        # computed once: a subclass may need all products for them
         weights = self.client_weights(updates)
         self.average(updates, weights)
         if not self.measures:

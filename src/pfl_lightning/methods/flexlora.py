@@ -92,6 +92,7 @@ class ProductAverage(AdapterAverage):
             missed, whole = missed + float(squares[len(v) :].sum()), whole + float(squares.sum())
             # vectors of a value that is rounding alone are arbitrary
             counted = s[: len(v)] > max(len(u), v.shape[1]) * torch.finfo(s.dtype).eps * s[0]
+            # a row of zeros in A beside a column of zeros in B would never learn again
             first = before[pair.a].flatten(1).to(v, copy=True)
             second = torch.zeros_like(b[0])
             first[: len(v)][counted] = v[counted]

@@ -10,7 +10,7 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator, Server, Weighting
 from pfl_lightning.aggregators.adapters import summed
 from pfl_lightning.client import ClientSettings
-from pfl_lightning.messages import Updates
+from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.fedex_lora import FedExLoRA, ResidualAverage
 from pfl_lightning.methods.flexlora import refuse_living_on
 from pfl_lightning.methods.hetlora import HetLoRA
@@ -71,8 +71,9 @@ class StackedAverage(ResidualAverage):
         """Merge the stack, and draw new adapters."""
         logs = super().aggregate(updates, round)
         if updates:
+            # a function of the seed and the round, so that a resumed run draws the same
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "flora", round))
-            fresh = {}
+            fresh: StateDict = {}
             for pair in self.scales:
                 a, b = (self.state["weights"][name] for name in (pair.a, pair.b))
                 # Kaiming's uniform distribution with a = sqrt(5)

@@ -43,6 +43,7 @@ class HetLoRA(FedIT):
     def __init__(self, *args: Any, ranks: list[int] | None = None, **kwargs: Unpack[ClientSettings]) -> None:
         super().__init__(*args, **kwargs)
         self.pairs = pairs(self.state_dict())
+        # a net without adapters has none, and is refused by its name before the first round
         largest = max((len(self.get_parameter(pair.a)) for pair in self.pairs), default=0)
         if ranks is not None and (not ranks or not all(1 <= rank <= largest for rank in ranks)):
             raise MisconfigurationException(
@@ -100,6 +101,7 @@ class NormAverage(AdapterAverage):
             for client, a, b in zip(updates, *factors(updates, pair), strict=True):
                 squares[client] += (scale * norm(b, a)) ** 2
         total = math.fsum(map(math.sqrt, squares.values()))
+        # as in a round without steps, after which B is still 0
         if not total:
             return super().client_weights(updates)
         return {client: math.sqrt(square) / total for client, square in squares.items()}

@@ -43,10 +43,12 @@ class Adapted(Net):
         if not alpha > 0:
             raise MisconfigurationException(f"model.net.alpha={alpha} must be above 0, such as 16.")
         base = net(input_shape, num_classes)
+        # frozen parameters are common: held once for all clients, and never sent
         base.features.requires_grad_(False)
         # in a list, since layers are replaced on the way
         for path, layer in list(base.features.named_modules()):
             if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
+                # the features may be a single layer
                 if path:
                     base.features.set_submodule(path, LowRank(layer, rank, alpha))
                 else:
