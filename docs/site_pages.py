@@ -51,7 +51,9 @@ def named_before(module: str) -> list[Any]:
     """Return all objects that public modules before this one export."""
     before = list(ROOMS)[: list(ROOMS).index(module)]
     found = [importlib.import_module(each) for each in before]
-    return [getattr(each, name) for each in found for name in each.__all__ if not isinstance(getattr(each, name), str | int)]
+    return [
+        getattr(each, name) for each in found for name in each.__all__ if not isinstance(getattr(each, name), str | int)
+    ]
 
 
 @cache
@@ -240,7 +242,10 @@ def generate(app: Sphinx) -> None:
     table = "\n".join(f"| [`{module}`]({module}.rst) | {text} |" for module, text in ROOMS.items())
     tree = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *ROOMS, "```\n"])
     intro = "All public names, module by module. Import a name from the module that its page names."
-    write(HERE / "reference" / "index.md", f"# Reference\n\n{intro}\n\n| module | content |\n| --- | --- |\n{table}\n\n{tree}")
+    write(
+        HERE / "reference" / "index.md",
+        f"# Reference\n\n{intro}\n\n| module | content |\n| --- | --- |\n{table}\n\n{tree}",
+    )
 
 
 def bases(app: Sphinx, name: str, obj: Any, options: Any, found: list[Any]) -> None:

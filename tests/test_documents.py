@@ -216,7 +216,11 @@ def test_a_task_is_found_from_the_first_page_in_two_clicks(task):
     assert (ROOT / "docs" / TASKS[task]).resolve() in first | second
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/*.md")) if p.stem not in ("readme", "contributing"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/*.md")) if p.stem not in ("readme", "contributing")),
+]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md"))]
 MADE = ("method", "reference", "tutorials", "readme.md")
 """Pages that the build of the documentation makes."""
