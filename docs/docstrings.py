@@ -45,7 +45,8 @@ def reference(word: str, name: str) -> str:
     module, way = located(name)
     first, *rest = word.split(".")
     # a public name leads to a class whose docstring speaks of names beside its definition
-    homes = [sys.modules[part.__module__] for part in reversed(way) if getattr(part, "__module__", "") in sys.modules]
+    homes = [sys.modules[kind.__module__] for part in reversed(way) if isinstance(part, type) for kind in part.__mro__]
+    homes += [sys.modules[part.__module__] for part in way if getattr(part, "__module__", "") in sys.modules]
     for scope in (*reversed(way), *homes, module, pfl_lightning, pfl_lightning.aggregators, pfl_lightning.methods):
         if isinstance(scope, type) and any(first in vars(base).get("__annotations__", {}) for base in scope.__mro__):
             return f"``{word}``"
@@ -58,7 +59,10 @@ def reference(word: str, name: str) -> str:
         if found is None:
             continue
         return to(found, scope, word)
-    return f":any:`{word}`"
+    ours = [file for dotted, file in sys.modules.items() if dotted.startswith("pfl_lightning")]
+    # a name of another room without a public one is code; a name that is nowhere fails the build
+    known = word in sys.modules or any(hasattr(file, first) for file in ours)
+    return f"``{word}``" if known else f":any:`{word}`"
 
 
 def to(found: Any, scope: Any, word: str) -> str:
