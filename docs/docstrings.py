@@ -1,6 +1,7 @@
 """Docstrings for Sphinx: a name in single backticks is what Python finds under it where the docstring stands."""
 
 import importlib
+import inspect
 import re
 import sys
 from types import ModuleType
@@ -45,7 +46,8 @@ def reference(word: str, name: str) -> str:
     module, way = located(name)
     first, *rest = word.split(".")
     # a public name leads to a class whose docstring speaks of names beside its definition
-    homes = [sys.modules[part.__module__] for part in reversed(way) if getattr(part, "__module__", "") in sys.modules]
+    homes = [sys.modules[kind.__module__] for part in reversed(way) if isinstance(part, type) for kind in part.__mro__]
+    homes += [sys.modules[part.__module__] for part in way if getattr(part, "__module__", "") in sys.modules]
     for scope in (*reversed(way), *homes, module, pfl_lightning, pfl_lightning.aggregators, pfl_lightning.methods):
         if isinstance(scope, type) and any(first in vars(base).get("__annotations__", {}) for base in scope.__mro__):
             return f"``{word}``"
@@ -58,7 +60,17 @@ def reference(word: str, name: str) -> str:
         if found is None:
             continue
         return to(found, scope, word)
-    return f":any:`{word}`"
+    ours = [file for dotted, file in sys.modules.items() if dotted.startswith("pfl_lightning")]
+    # names of other rooms without a public one are code, and so are attributes; a name from nowhere fails the build
+    known = word in sys.modules or any(hasattr(file, first) for file in ours) or is_attribute(first, way)
+    return f"``{word}``" if known else f":any:`{word}`"
+
+
+def is_attribute(name: str, way: list[Any]) -> bool:
+    """Return True if a class on the way to an object, or one of its bases here, assigns an attribute of this name."""
+    kinds = {kind for part in way if isinstance(part, type) for kind in part.__mro__}
+    ours = [kind for kind in kinds if kind.__module__.startswith("pfl_lightning")]
+    return any(re.search(rf"\bself\.{name}(:| =)", inspect.getsource(kind)) for kind in ours)
 
 
 def to(found: Any, scope: Any, word: str) -> str:

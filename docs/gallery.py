@@ -84,8 +84,8 @@ def gallery(pages: dict[str, str], rows: dict[str, dict[str, str]]) -> str:
     by_name = {method.name: method for method in METHODS}
     parts = [
         "# Gallery of methods\n",
-        "All methods by family, with figures of our own tables: each gain is over clients that train alone (Local), on the data"
-        " named. Traffic is in multiples of the model's bytes. [One table](../methods.md) has all columns, and"
+        "All methods by family, with figures of our own tables: gains are over clients that train alone (Local), on"
+        " the data named. Traffic is in multiples of the model's bytes. [One table](../methods.md) has all columns, and"
         " [`pfl-lightning advise`](../advise.md) tries the likely ones on your clients.\n",
     ]
     for family in families():

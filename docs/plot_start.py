@@ -43,6 +43,7 @@ class RowNorms(FederatedCallback):
     """Norms of the output layer's rows that clients receive, by client and class, in the last round."""
 
     def on_aggregate_start(self, trainer, federation, updates) -> None:
+        """Read the payloads of the round's clients."""
         layer = f"{find_output_layer(federation.client, 10)}.weight"
         payloads = [federation.aggregator.download(client) for client in updates]
         self.received = torch.stack([payload["weights"][layer] for payload in payloads]).norm(dim=2)

@@ -1,4 +1,4 @@
-"""Pages that each build makes: README, CONTRIBUTING and notebooks, the reference, the gallery, and one a file of methods."""
+"""Pages that each build makes: README, CONTRIBUTING, notebooks, reference, gallery, and one a file of methods."""
 
 import ast
 import importlib
@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def exported(module: str) -> list[str]:
 def named_before(module: str) -> list[Any]:
     """Return all objects that public modules before this one export."""
     before = list(ROOMS)[: list(ROOMS).index(module)]
-    found = [importlib.import_module(each) for each in before]
-    return [getattr(each, name) for each in found for name in each.__all__ if not isinstance(getattr(each, name), str | int)]
+    found = [getattr(module, name) for module in map(importlib.import_module, before) for name in module.__all__]
+    return [each for each in found if not isinstance(each, str | int)]
 
 
 @cache
@@ -95,7 +96,7 @@ def value_docs(module: str) -> dict[str, str]:
     found = {}
     for path in sorted(file.parent.rglob("*.py") if module != "pfl_lightning" else [file]):
         body = ast.parse(path.read_text()).body
-        for line, text in zip(body, body[1:], strict=False):
+        for line, text in pairwise(body):
             targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 found |= {target.id: str(text.value.value) for target in targets if isinstance(target, ast.Name)}
@@ -240,7 +241,10 @@ def generate(app: Sphinx) -> None:
     table = "\n".join(f"| [`{module}`]({module}.rst) | {text} |" for module, text in ROOMS.items())
     tree = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *ROOMS, "```\n"])
     intro = "All public names, module by module. Import a name from the module that its page names."
-    write(HERE / "reference" / "index.md", f"# Reference\n\n{intro}\n\n| module | content |\n| --- | --- |\n{table}\n\n{tree}")
+    write(
+        HERE / "reference" / "index.md",
+        f"# Reference\n\n{intro}\n\n| module | content |\n| --- | --- |\n{table}\n\n{tree}",
+    )
 
 
 def bases(app: Sphinx, name: str, obj: Any, options: Any, found: list[Any]) -> None:

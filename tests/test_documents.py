@@ -216,10 +216,15 @@ def test_a_task_is_found_from_the_first_page_in_two_clicks(task):
     assert (ROOT / "docs" / TASKS[task]).resolve() in first | second
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/*.md")) if p.stem not in ("readme", "contributing"))]
-PAGES += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md"))]
-MADE = ("method", "reference", "tutorials", "readme.md")
-"""Pages that the build of the documentation makes."""
+MADE = ("method", "reference", "tutorials", "jupyter_execute", "readme.md", "contributing.md")
+"""Pages in docs/ that the build of the documentation makes."""
+WRITTEN = [
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if page.relative_to(ROOT / "docs").parts[0] not in MADE
+]
+PAGES = [str(page.relative_to(ROOT)) for page in WRITTEN if "_build" not in page.parts] + [
+    "README.md",
+    "CONTRIBUTING.md",
+]
 
 
 def heads(page: Path) -> set[str]:

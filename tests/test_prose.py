@@ -1,4 +1,4 @@
-"""How the package's docstrings and comments read, by three counts."""
+"""How the package's docstrings and comments and the pages of the documentation read, by counts."""
 
 import ast
 import io
@@ -12,6 +12,15 @@ import pfl_lightning
 
 FILES = sorted(Path(pfl_lightning.__file__).parent.rglob("*.py"))
 POINTING = re.compile(r"\b(what|who|whom|whose|that|it|its|them|they|those|of which|others|there)\b", re.IGNORECASE)
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in ("readme", "contributing")),
+    *sorted((ROOT / "docs" / "howto").glob("*.md")),
+]
+STILL = {"deployment": 0.08}
+"""Shares of pointing words in pages that are still above the common bound."""
 QUESTION = re.compile(r"(What|Who|Whether|Where|How|Which|When)\b")
 
 
@@ -74,3 +83,22 @@ def test_the_counts_see_what_they_count():
     assert first_paragraphs(tree) == ["What it is.", "Return a sum."]
     assert lines_of_docstrings(tree) == {1, 5, 6, 7, 8}
     assert lines_of_comments("x = 1  # beside\n# alone\n") == {2}
+
+
+def prose(page):
+    """The sentences of a page in Markdown: no code, tables and addresses."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"^(    |\|).*$", "", page, flags=re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "x", page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_name_things_and_do_not_point(page):
+    words = prose(page.read_text())
+    # three words are allowed to pages of a few sentences
+    assert len(POINTING.findall(words)) <= max(3, STILL.get(page.stem, 0.025) * len(words.split()))
+
+
+def test_the_prose_of_a_page_has_no_code_tables_and_addresses():
+    page = "What `it` is:\n\n    that\n\n| who |\n\n```\nthem\n```\n\n[x](its.md)\n"
+    assert POINTING.findall(prose(page)) == ["What"]
