@@ -129,7 +129,7 @@ class WeightedAverage(Aggregator):
             self.state["means"] = 0
         if self.server_lr != 1:
             # all names of a tied parameter: `average` changes each entry of the state dict by itself
-            self.learnable = set(server.parameter_names(remove_duplicate=False))
+            self.learnable = server.parameter_names(remove_duplicate=False)
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Move the global model to the mean of the uploads, or towards the mean.
@@ -166,7 +166,7 @@ class WeightedAverage(Aggregator):
             target |= {name: self.gamma * entry for name, entry in target.items() if entry.is_floating_point()}
         if self.server_lr != 1:
             w = self.state["weights"]
-            for name in self.learnable & target.keys():
+            for name in filter(target.__contains__, self.learnable):
                 # with precision=64-true the initial model is float32 and uploads are float64
                 target[name] = torch.lerp(w[name].to(target[name]), target[name], self.server_lr)
         # entries that no upload has stay, as of clients who send a part of the shared entries

@@ -25,7 +25,7 @@ class ServerSteps(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Start from the common initial model, without moments."""
         super().setup(server)
-        self.learnable = set(server.parameter_names(remove_duplicate=False))
+        self.learnable = server.parameter_names(remove_duplicate=False)
         self.state |= {"m": {}, "v": {}}
 
     def move(self, target: StateDict) -> None:
@@ -35,7 +35,7 @@ class ServerSteps(WeightedAverage):
             target: the model of a server that only averages: x + Δ, with buffers.
         """
         x, moved = self.state["weights"], dict(target)
-        for name in self.learnable & target.keys():
+        for name in filter(target.__contains__, self.learnable):
             # uploads may be in half precision; moments are float32 or better
             y = target[name].to(torch.promote_types(target[name].dtype, torch.float32))
             change = y - x[name].to(y)
