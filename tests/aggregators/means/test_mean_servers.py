@@ -18,6 +18,7 @@ from federations import Spy, check_order_and_resume, drawn_update, equal, fit, m
 from pfl_lightning.aggregators import (
     CFL,
     SCAFFOLD,
+    AdapterAverage,
     AdaptiveProximal,
     Aggregator,
     ClassMeans,
@@ -47,7 +48,7 @@ from pfl_lightning.callbacks import BufferAttack
 from pfl_lightning.cli.class_names import subclasses
 from pfl_lightning.data import IID, Digits
 from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedProto
+from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedIT, FedProto
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
@@ -68,6 +69,7 @@ SERVERS = {
     "cfl": (FedAvg, CFL),
     "prototypes": (FedProto, ClassMeans),
     "adaptive": (AdaptiveFedProx, AdaptiveProximal),
+    "adapters": (FedIT, AdapterAverage),
 }
 SWEPT = pytest.mark.parametrize("name", swept(SERVERS, {"weighted", "scaffold", "prototypes"}, name=str))
 
