@@ -51,7 +51,7 @@ data:
     task: {{class_path: Classification, init_args: {{num_classes: 3}}}}
     num_clients: 4
     partitioner: {{class_path: Dirichlet, init_args: {{alpha: 1}}}}
-trainer: {{max_rounds: 3, evaluate: before, accelerator: cpu, default_root_dir: "{folder}/runs"}}
+trainer: {{max_rounds: 3, evaluate: before, accelerator: cpu, engine: sequential, default_root_dir: "{folder}/runs"}}
 """
 CLIENTS = {"site0": "0 2", "site1": "1 3"}
 BIN = Path(sys.executable).parent

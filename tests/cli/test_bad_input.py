@@ -21,7 +21,7 @@ LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
     "": (
-        "a command is missing; choose from fit, validate, test, join, advise, compare, configs, flower, methods, "
+        "a command is missing; choose from fit, validate, test, join, adapters, advise, compare, configs, flower, methods, "
         "predict, status."
     ),
     "compar": "'compar' is not a command; did you mean compare?",

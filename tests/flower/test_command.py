@@ -36,7 +36,7 @@ model:
 data:
   class_path: Digits
   init_args: {num_clients: 4, max_samples: 200}
-trainer: {max_rounds: 1, default_root_dir: ROOT, accelerator: cpu}
+trainer: {max_rounds: 1, default_root_dir: ROOT, accelerator: cpu, engine: sequential}
 """
 
 
