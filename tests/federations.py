@@ -112,7 +112,7 @@ def blobs(*sizes: int, by_class: bool = False, data: type[Blobs] = Blobs, **sett
 def fitting(cls: Callable[..., Any], net: Any) -> Any:
     """A net for a method, with low-rank adapters if it is about these."""
     kind = getattr(cls, "func", cls)
-    return partial(Adapted, net=net, rank=2, alpha=3.0) if "adapters" in kind.requires else net
+    return partial(Adapted, net=net, rank=2, alpha=3.0) if "adapters" in getattr(kind, "requires", ()) else net
 
 
 def make_client(cls: Callable[..., FedAvg] = FedAvg, seed: int = 3, **settings: Any) -> Any:

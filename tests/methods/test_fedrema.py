@@ -69,7 +69,8 @@ def grouped(groups=GROUPS, noise=0.0):
 
 def server(clients=9, seed=0, **settings):
     aggregator, module = FedReMa(**settings), Client()
-    weights = {name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()}
+    entries = module.state_dict()
+    weights = {name: torch.ones_like(entries[name]) for name in (BODY, HEAD, BIAS)}
     aggregator.setup(Server(clients, weights, module, None, seed))
     return aggregator
 

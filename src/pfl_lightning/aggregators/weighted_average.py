@@ -170,7 +170,7 @@ class WeightedAverage(Aggregator):
                 # with precision=64-true the initial model is float32 and uploads are float64
                 target[name] = torch.lerp(w[name].to(target[name]), target[name], self.server_lr)
         # entries that no upload has stay, as of clients who send a part of the shared entries
-        self.state["weights"] = self.state["weights"] | target
+        self.state["weights"] = self.state.get("weights", {}) | target
 
     def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:
         """Return the mean of uploads, or the rule's result, and keep each client's part as ``state["shares"]``.
