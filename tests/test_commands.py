@@ -23,6 +23,7 @@ OTHERWISE = {
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",
     r"pfl-lightning join --data": "tests/cli/test_earlier_run.py",
     r"pfl-lightning advise": "tests/cli/test_advise.py",
+    r"pfl-lightning adapters": "tests/data/sources/test_chat_data.py",
     r"pfl-lightning compare .*digit_domains": "needs images; tests/data/test_digit_domains.py",
     r"pfl-lightning compare .*(chem97|schools)": "needs the pupils' file; tests/data/test_schools_and_roles.py",
     r"pfl-lightning compare .*protocols/flamby": "needs the hospitals' files; tests/data/test_flamby.py",

@@ -21,8 +21,8 @@ LAST = Path("runs/cwFedAvg-Digits/version_0/checkpoints/last.ckpt")
 NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
     "": (
-        "a command is missing; choose from fit, validate, test, join, adapters, advise, compare, configs, flower, methods, "
-        "predict, status."
+        "a command is missing; choose from fit, validate, test, join, adapters, advise, compare, configs, flower, "
+        "methods, predict, status."
     ),
     "compar": "'compar' is not a command; did you mean compare?",
     "fit": "nothing is given for data; name it by --data",

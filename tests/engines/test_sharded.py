@@ -133,7 +133,7 @@ def test_processes_of_its_own_are_refused():
 @pytest.mark.exhaustive
 def test_the_command_starts_ranks(tmp_path):
     line = "--model FedAvg --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
-    line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+    line = f"fit {line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
     pfl(f"{line} {tmp_path / '1'}")
     command = [
         sys.executable,
@@ -156,7 +156,7 @@ def test_the_command_starts_ranks(tmp_path):
 @pytest.mark.exhaustive
 def test_two_nodes_give_the_bits_of_one(tmp_path):
     line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
-    line = f"fit {line} --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+    line = f"fit {line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
     pfl(f"{line} {tmp_path / '1'}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from federations import blobs, equal, load, make_client, same_end
 from federations import fit as fit_blobs
@@ -102,7 +102,9 @@ def values(record):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engines_agree_and_the_base_stays(models, family):
     before = dict(build(models, family)((LENGTH,), TOKENS).named_parameters())
-    federations = [fit(client_of(build(models, family), FewShared), engine=engine) for engine in ENGINES]
+    # not AdamW, which makes whole steps of gradients that are rounding alone
+    settings = {"method": FewShared, "optimizer": partial(SGD, lr=0.5)}
+    federations = [fit(client_of(build(models, family), **settings), engine=engine) for engine in ENGINES]
     one, other = map(adapters_of, federations)
     assert one[0].keys() == other[0].keys() and all("lora_" in name for name in one[0])
     assert all(torch.allclose(one[0][name], other[0][name], atol=1e-5) for name in one[0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from command import QUIET, pfl
 from pfl_lightning.data import IID, ChatData
 
 transformers = pytest.importorskip("transformers", reason="needs the extra lm")
@@ -257,3 +258,23 @@ def test_a_line_that_is_no_json_is_told_by_its_number(tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n\n{oops\n")
     with pytest.raises(MisconfigurationException, match="line 3"):
         loaded(tmp_path / "rows.jsonl", tokenizer)
+
+
+def test_a_command_writes_the_adapters_of_a_run_of_the_command_line(tokenizer, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in 4 * ROWS))
+    net = "--model FedAvg --model.net CausalLM --model.net.model model --model.optimizer AdamW"
+    data = "--data ChatData --data.path chats.jsonl --data.tokenizer model --data.max_length 24"
+    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds 1 {QUIET}")
+    (checkpoint,) = tmp_path.glob("runs/*/*/checkpoints/last.ckpt")
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"adapters {checkpoint} adapters")
+    assert not ended.value.code
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {"Bonn", "Ulm", "global"}
+    base = transformers.AutoModelForCausalLM.from_pretrained("model")
+    assert peft.PeftModel.from_pretrained(base, "adapters/Bonn").peft_config["default"].r == 8
