@@ -21,7 +21,7 @@ from pfl_lightning.data import (
     put_together,
     whole_of,
 )
-from pfl_lightning.data import pool as pools
+from pfl_lightning.data import division as pools
 from pfl_lightning.data.samples import Parts
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.messages import num_bytes

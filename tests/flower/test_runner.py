@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.flower import runner
 from pfl_lightning.flower.runner import LOST, Runner
+from pfl_lightning.runs.deployment_status import ENDED
 
 APP = '[project]\nname = "clinics"\n[tool.flwr.app]\npublisher = "pfl"\n'
 DEAD = "No heartbeat received from the task"
@@ -70,7 +71,8 @@ def test_a_run_to_its_end(flower, capsys):
     assert capsys.readouterr().out == LOG + "round 1 of 1\n"
 
 
-def test_a_lost_run_is_followed_by_one_that_goes_on(flower, capsys):
+@pytest.mark.parametrize("lost", [DEAD, f"ServerApp failed with exception: {ENDED} (exit code 143)."])
+def test_a_lost_run_is_followed_by_one_that_goes_on(flower, lost, capsys):
     code, asked = flower(
         begun("7"),
         LOG,
@@ -79,7 +81,7 @@ def test_a_lost_run_is_followed_by_one_that_goes_on(flower, capsys):
         "",
         runs("running"),
         LOG + "round 1 of 2\n",
-        runs("finished:failed", DEAD),
+        runs("finished:failed", lost),
         UNREACHABLE,
         begun("8"),
         LOG + "round 2 of 2\n",

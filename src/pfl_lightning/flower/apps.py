@@ -25,7 +25,7 @@ from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
-from pfl_lightning.runs.deployment_status import FILE, UNFINISHED, DeploymentStatus
+from pfl_lightning.runs.deployment_status import ENDED, FILE, UNFINISHED, DeploymentStatus
 
 AT_SITES = """
     --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
@@ -156,9 +156,10 @@ def server_app(folder: Path) -> ServerApp:
             if reason := mistake(error):
                 raise Mistake(reason) from None
             raise
-        # Flower would wait for the end of an app that only exits
-        except SystemExit:
-            raise Mistake("the app's settings are refused; the line above says why.") from None
+        # Flower would wait for the end of an app that only exits. A SuperLink that dies may end its apps by a signal,
+        # and the run is then not at fault.
+        except SystemExit as ended:
+            raise Mistake(f"{ENDED} (exit code {ended.code}).") from None
 
     return app
 
@@ -172,7 +173,10 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         run: Flower's ``run_config``.
     """
     # before the app's options, so that a folder may choose another device for the server
-    cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
+    try:
+        cli: Configured = configured([*shlex.split(AT_SERVER), *arguments(folder, run)])
+    except SystemExit:
+        raise Mistake("the app's settings are refused; the line above says why.") from None
     status = status_in(run, Path(cli.trainer.default_root_dir))
     # Flower's settings have no None: an empty text and 0 stand for it
     ckpt_path = str(run.get("ckpt-path", "")) or None

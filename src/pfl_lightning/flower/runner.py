@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.runs.deployment_status import UNFINISHED
+from pfl_lightning.runs.deployment_status import ENDED, UNFINISHED
 
 try:
     import tomllib
@@ -77,7 +77,7 @@ class Runner:
             status, details = self._followed(number)
             if status == "finished:completed":
                 return 0
-            if status != "finished:failed" or details.startswith(OWN_ERROR):
+            if status != "finished:failed" or (details.startswith(OWN_ERROR) and ENDED not in details):
                 tell(f"run {number} has {status.removeprefix('finished:')}: {details}")
                 return 1
             lost = lost + 1 if self._rounds == rounds else 1

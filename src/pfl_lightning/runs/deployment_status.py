@@ -24,6 +24,8 @@ FILE = "deployment.status"
 
 UNFINISHED = "unfinished"
 """The ``ckpt-path`` of an app that goes on with the deployment of its status file, unless that has finished."""
+ENDED = "the server's app was ended from outside"
+"""Beginning of the error of an app that a signal has ended, as Flower sends one where its SuperLink dies."""
 
 SILENT = 300.0
 """Seconds without a new file after which a server on another machine counts as dead."""
