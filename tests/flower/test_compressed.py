@@ -9,6 +9,7 @@ from deployments import deploy, grid_of, rewrite
 
 from federations import Pause, equal, fit, make_client
 from pfl_lightning.compression import EightBits, HalfPrecision, Sign, TopK
+from pfl_lightning.flower import remote as engine
 from pfl_lightning.flower import wire
 from pfl_lightning.methods import FedPer
 from sweeps import swept
@@ -43,15 +44,17 @@ def test_residuals_stay_at_sites_and_a_resumed_deployment_goes_on_with_them(tmp_
 
 @pytest.mark.parametrize("kind", [None, EightBits()])
 def test_large_updates_wait_in_files_and_change_no_bit(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("pfl_lightning.flower.remote.LARGE", 1)
-    monkeypatch.setattr("pfl_lightning.flower.wire.SMALL", 1)
+    monkeypatch.setattr(engine, "LARGE", 1)
+    monkeypatch.setattr(wire, "SMALL", 1)
     stored = []
+
+    whole = engine.on_disk
 
     def on_disk(record, folder):
         stored.append(folder)
-        return wire.on_disk(record, folder)
+        return whole(record, folder)
 
-    monkeypatch.setattr("pfl_lightning.flower.remote.on_disk", on_disk)
+    monkeypatch.setattr(engine, "on_disk", on_disk)
     grid = grid_of(make_client, tmp_path / "sites", compression=kind)
     remote = deploy(grid, make_client, tmp_path / "runs", compression=kind, max_rounds=2)
     here = fit(make_client(), compression=kind, max_rounds=2)
