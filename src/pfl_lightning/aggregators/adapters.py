@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pfl_lightning.messages import Updates, column, promoted
 
 FIRST, SECOND = re.compile(r"\.lora_(embedding_)?A\."), re.compile(r"\.lora_(embedding_)?B\.")
-"""Parts of the names that `peft` gives to A and B."""
+"""Parts of the names that ``peft`` gives to A and B."""
 
 
 def is_first(name: str) -> bool:

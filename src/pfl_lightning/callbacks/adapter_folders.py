@@ -13,7 +13,7 @@ from pfl_lightning.runs.folder import run_folder
 
 
 class AdapterFolders(Callback):
-    """Write each client's adapters at the end of ``fit``, and the global model's, as folders that `peft` loads.
+    """Write each client's adapters at the end of ``fit``, and the global model's, as folders that ``peft`` loads.
 
     A client's folder has the client's name, or its id where clients have no names; ``global`` is the server's model.
     ``pfl-lightning adapters`` writes the same from a checkpoint.

@@ -1,4 +1,4 @@
-"""Write clients' adapters as folders that `peft` loads."""
+"""Write clients' adapters as folders that ``peft`` loads."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def save_adapters(client: ClientModule, folder: Path | str) -> None:
     """Write the adapters of a client module as they are now, for ``peft.PeftModel.from_pretrained(base, folder)``.
 
     Args:
-        client: the client module, whose net has its `PeftModel` as ``adapted``, such as `CausalLM`.
+        client: the client module, whose net has its ``PeftModel`` as ``adapted``, such as `CausalLM`.
         folder: the folder, made if missing.
 
     Raises:
@@ -41,7 +41,7 @@ def save_adapters(client: ClientModule, folder: Path | str) -> None:
 
 
 def adapted_of(client: ClientModule) -> Any:
-    """Return the `PeftModel` of a client module's net; arguments and errors are those of `save_adapters`."""
+    """Return the ``PeftModel`` of a client module's net; arguments and errors are those of `save_adapters`."""
     adapted = getattr(client.net, "adapted", None)
     if not hasattr(adapted, "save_pretrained"):
         raise MisconfigurationException(

@@ -52,7 +52,7 @@ class StackedAverage(ResidualAverage):
 
     .. math:: R \leftarrow R + s \sum_k p_k B_k A_k
 
-    A is drawn with the federation's seed and the round, for all clients alike, as `peft` draws it. All else that
+    A is drawn with the federation's seed and the round, for all clients alike, as ``peft`` draws it. All else that
     clients send is averaged. There is no ``product_error``, as no factor is averaged. Source: as for `FLoRA`.
 
     Args:

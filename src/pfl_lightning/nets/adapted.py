@@ -12,7 +12,7 @@ class Adapted(Net):
 
     A layer with the frozen weights :math:`W_0` computes :math:`W_0 x + s B A x` with :math:`s = \alpha / r`, where A is
     random and B is 0 at first, so that the net begins as without adapters. The classifier is trained whole. Names of
-    parameters are those of `peft`, whose models (docs/nets.md) the methods for adapters take as well.
+    parameters are those of ``peft``, whose models (docs/nets.md) the methods for adapters take as well.
 
     >>> [name for name, p in Adapted((1, 28, 28), 10).features.named_parameters() if p.requires_grad][:2]
     ['0.lora_A.default.weight', '0.lora_B.default.weight']
@@ -62,7 +62,7 @@ class Adapted(Net):
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a low-rank adapter beside it, under the names of `peft`.
+    """A frozen layer with a low-rank adapter beside it, under the names of ``peft``.
 
     Args:
         layer: the linear layer or convolution.

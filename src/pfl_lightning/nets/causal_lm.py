@@ -26,7 +26,7 @@ SHORT = {
     "rslora": "use_rslora",
     "dora": "use_dora",
 }
-"""Names of ``lora`` for those of `peft.LoraConfig`."""
+"""Names of ``lora`` for those of ``peft.LoraConfig``."""
 
 
 class CausalLM(Net):
