@@ -53,7 +53,5 @@ class AdapterFolders(Callback):
         model = deepcopy(federation.client)
         model.assign(federation.global_model(common=False))
         save_adapters(model, folder / GLOBAL)
-        names = federation.data.client_names
         for client in range(federation.data.num_clients):
-            name = names[client] if names else client
-            save_adapters(federation.model_of(client), folder / folder_name(name))
+            save_adapters(federation.model_of(client), folder / folder_name(federation.data.client_name(client)))

@@ -163,9 +163,8 @@ class GenerationSamples(FederatedCallback):
                         self.temperature,
                         generator,
                     )
-                    name = data.client_names[client] if data.client_names else client
-                    row = {"round": done, "client": name, "prompt": prompt, "text": data.decode(tokens)}
-                    self.rows.append(row)
+                    row = {"round": done, "client": data.client_name(client), "prompt": prompt}
+                    self.rows.append(row | {"text": data.decode(tokens)})
         if (folder := run_folder(trainer)) is not None:
             write_rows(folder / "generations.csv", self.rows)
 

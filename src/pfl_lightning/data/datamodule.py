@@ -639,6 +639,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         """
         return client_names.client_id(client, self.client_names, self.num_clients + len(self.newcomers))
 
+    def client_name(self, client: int) -> int | str:
+        """Return a client's name, or the id where clients have no names.
+
+        Args:
+            client: client id, 0 to num_clients - 1, or one of the `newcomers`.
+        """
+        names = self.client_names
+        return names[client] if names else client
+
     def client_label(self, client: int) -> str:
         """Return a client's id for messages, followed by the client's name unless the name is the id: ``3 (Bremen)``.
 

@@ -940,7 +940,7 @@ class Federation(LightningModule):
         if not isinstance(client, str):
             if client not in data.newcomers:
                 return None
-            client = data.client_names[client] if data.client_names else str(client)
+            client = str(data.client_name(client))
         return self.joined.get(client)
 
     def _samples(self, client: int | str) -> ClientData:

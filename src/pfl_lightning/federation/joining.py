@@ -161,7 +161,7 @@ def models_of(
     inputs = {type(data).__qualname__: data.state_dict()}
     models = {}
     for client, job in jobs.items():
-        local = data.client_names[client] if data.client_names else client
+        local = data.client_name(client)
         whole = ClientState(detached(outcomes[client].state.personal))
         job = job._replace(payload=payloads[client], state=whole)
         architecture = federation.architecture_of(client)

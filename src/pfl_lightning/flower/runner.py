@@ -12,13 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.runs.deployment_status import ENDED, UNFINISHED
-
-try:
-    import tomllib
-# Python 3.10
-except ModuleNotFoundError:
-    import tomli as tomllib  # type: ignore[no-redef]
+from pfl_lightning.runs.deployment_status import ENDED, UNFINISHED, project_of
 
 PAUSE = 5.0
 """Seconds between two questions to a SuperLink that doesn't answer, or about a run whose log has ended."""
@@ -48,7 +42,7 @@ class Runner:
                 "that hasn't finished, and --anew begins a new run."
             )
         try:
-            project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+            project = project_of(app)
             self.name = f"{project['tool']['flwr']['app']['publisher']}/{project['project']['name']}"
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise MisconfigurationException(

@@ -31,16 +31,28 @@ SILENT = 300.0
 """Seconds without a new file after which a server on another machine counts as dead."""
 
 
+def project_of(app: Path) -> dict[str, Any]:
+    """Return the project file of an app of Flower.
+
+    Args:
+        app: the app's folder.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if it can't be read.
+    """
+    return tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+
+
 def status_file(place: Path) -> Path | None:
     """Return the file of a deployment's state; None for a folder without any.
 
     Args:
         place: the folder of an app, or the folder with the file.
     """
-    project = place / "pyproject.toml"
     # an app without such a setting, or that another tool has made, has its file under the default name
     try:
-        settings = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        settings = project_of(place)["tool"]["flwr"]["app"]["config"]
     except (OSError, ValueError, LookupError, TypeError):
         settings = {}
     told = Path(str(settings.get("status") or place / FILE))
