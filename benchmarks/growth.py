@@ -1,4 +1,4 @@
-"""How servers grow with clients: seconds and peak memory for one round of uploads, each in a process of its own.
+"""How servers grow with clients: seconds and peak memory for one round of uploads, each in a forked process of its own.
 
     python benchmarks/growth.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
 
@@ -8,11 +8,12 @@ with all uploads, as a ratio to the uploads' own. A Gram product is ``x @ x.T`` 
 """
 
 import argparse
-import json
 import resource
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 
 import torch
 from torch import nn
@@ -80,21 +81,20 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads")
     parser.add_argument("--servers", nargs="+", default=["Gram", *SERVERS])
-    parser.add_argument("--one", action="store_true", help="one server in this process, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.one:
-        print(json.dumps(measure(args.servers[0], args.clients[0], args.parameters)))
-        return
     print(f"{args.parameters:,} parameters, threads {args.threads}: CPU seconds, further memory to the uploads' own")
     print(f"{'clients':17}" + "".join(f"{clients:>16}" for clients in args.clients))
     for name in args.servers:
         cells = []
         for clients in args.clients:
-            command = [sys.executable, __file__, "--one", "--servers", name, "--clients", str(clients)]
-            command += ["--parameters", str(args.parameters), "--threads", str(args.threads)]
-            line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-            found = json.loads(line)
+            # forked, since the imports take longer than most aggregations
+            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+                try:
+                    found = process.submit(measure, name, clients, args.parameters).result()
+                except BrokenProcessPool:
+                    cells.append("killed, no memory")
+                    continue
             cells.append(f"{found['seconds']:9.2f} {found['ratio']:6.2f}")
         print(f"{name:17}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 

@@ -317,13 +317,23 @@ def weighted_means(
             continue
         # a tensor for each mean, since a kept row would keep the memory of all
         results = [torch.empty_like(first, memory_format=torch.contiguous_format) for _ in means]
-        wide, start = factors.to(first.device, promoted(first)), 0
-        for block in blocks(tensors, reuse=True):
-            # a product over few parameters at once: m running sums would read all models m times
-            rows, end = wide @ block.to(wide.dtype), start + block.shape[1]
-            for result, row in zip(results, rows, strict=True):
+        wide = factors.to(first.device, promoted(first))
+        flat, size = [tensor.reshape(-1) for tensor in tensors], first.numel()
+        # a product over few parameters at once: m running sums would read all models m times
+        width = min(size, max(COLUMNS // 2, min(5 * COLUMNS // 2, ELEMENTS // (2 * len(means)))))
+        # few models at once, too: their copies are then still in the processor's cache when the product reads them
+        count = max(1, ELEMENTS // (2 * max(width, 1)))
+        copies, sums = wide.new_empty(min(count, len(flat)), width), wide.new_empty(len(means), width)
+        for start in range(0, size, max(width, 1)):
+            end = min(start + width, size)
+            block = sums[:, : end - start]
+            for k in range(0, len(flat), count):
+                parts = [tensor[start:end] for tensor in flat[k : k + count]]
+                rows = torch.stack(parts, out=copies[: len(parts), : end - start])
+                # beta=0 reads nothing of the block before
+                block.addmm_(wide[:, k : k + count], rows, beta=float(k > 0))
+            for result, row in zip(results, block, strict=True):
                 result.view(-1)[start:end] = row
-            start = end
         for mean, result in zip(means, results, strict=True):
             mean[name] = result
     return means
@@ -342,20 +352,17 @@ def block_width(rows: int) -> int:
     return max(1, min(COLUMNS, ELEMENTS // max(rows, 1)))
 
 
-def blocks(tensors: Sequence[Tensor], reuse: bool = False) -> Iterator[Tensor]:
+def blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield tensors of one shape as rows of matrices with few columns, `block_width`.
 
     Args:
         tensors: n tensors of one shape.
-        reuse: whether each matrix takes the memory of the one before, which saves the time to get new memory.
     """
     width, size = block_width(len(tensors)), tensors[0].numel()
     flat = [tensor.reshape(-1) for tensor in tensors]
-    buffer = tensors[0].new_empty(len(tensors), min(width, size)) if reuse else None
     # one matrix for tensors without entries, too
     for start in range(0, max(size, 1), width):
-        parts = [tensor[start : start + width] for tensor in flat]
-        yield torch.stack(parts, out=None if buffer is None else buffer[:, : len(parts[0])])
+        yield torch.stack([tensor[start : start + width] for tensor in flat])
 
 
 def means_of_rows(

@@ -64,6 +64,11 @@ def uploads(*clients, scale=0.1):
     return updates
 
 
+def clouds(aggregator, clients):
+    """Each client's cloud model as a vector."""
+    return {client: vector(aggregator.download(client)["weights"]) for client in clients}
+
+
 def vector(weights):
     return torch.cat([tensor.flatten() for tensor in weights.values()])
 
@@ -89,8 +94,8 @@ def test_a_server_that_sends_each_its_own_makes_fedavg_local():
 def test_its_term_changes_the_weights_and_draws_them_to_the_cloud():
     def distance(mu):
         run = fit(make_client(partial(CloudProx, mu=mu)), aggregator=NEAR(), max_rounds=4)
-        clouds = run.federation.aggregator.state["clouds"]
-        return sum(float((vector(net) - vector(clouds[client])).norm()) for client, net in nets(run).items())
+        cloud = {client: run.federation.aggregator.download(client)["weights"] for client in nets(run)}
+        return sum(float((vector(net) - vector(cloud[client])).norm()) for client, net in nets(run).items())
 
     far, near, nearer = distance(0.0), distance(1.0), distance(4.0)
     assert far > near > nearer > 0
@@ -178,7 +183,7 @@ def test_a_client_that_stays_away_takes_part_with_its_last_model():
     aggregator.aggregate({2: updates[2]}, round=1)
     whole = server(alpha=0.2, sigma=3.0)
     whole.aggregate(updates, round=0)
-    assert equal(aggregator.state["clouds"], whole.state["clouds"])
+    assert equal(clouds(aggregator, updates), clouds(whole, updates))
 
 
 def test_nobody_changes_nothing():
@@ -204,8 +209,45 @@ def test_models_are_kept_once():
     aggregator.aggregate(updates, round=0)
     kept = aggregator.state["models"][1]
     assert all(tensor.data_ptr() == updates[1]["weights"][name].data_ptr() for name, tensor in kept.items())
-    sent = aggregator.download(1)["weights"]
-    assert all(tensor.data_ptr() == aggregator.state["clouds"][1][name].data_ptr() for name, tensor in sent.items())
+    sent, again = (aggregator.download(1)["weights"] for _ in range(2))
+    assert all(tensor.data_ptr() == again[name].data_ptr() for name, tensor in sent.items())
+
+
+def test_a_quarter_of_the_cloud_models_is_in_memory_and_their_order_changes_nothing(monkeypatch):
+    updates = uploads(*range(9))
+    aggregator = server(clients=9, alpha=0.2, sigma=3.0)
+    aggregator.aggregate(updates, round=0)
+    whole = clouds(aggregator, updates)
+    monkeypatch.setattr("pfl_lightning.methods.fedamp.TOGETHER", 0)
+    few = server(clients=9, alpha=0.2, sigma=3.0)
+    few.aggregate(updates, round=0)
+    for client in (8, 0, 3, 1, 7, 2):
+        torch.testing.assert_close(vector(few.download(client)["weights"]), whole[client], rtol=0, atol=1e-12)
+        assert len(few._clouds[2]) <= 3
+    # another round's weights
+    few.aggregate({2: uploads(12)[12]}, round=1)
+    assert not torch.allclose(vector(few.download(2)["weights"]), whole[2], atol=1e-3)
+
+
+def test_a_checkpoint_with_cloud_models_goes_on_with_them():
+    aggregator, updates = server(), uploads(0, 1)
+    aggregator.aggregate(updates, round=0)
+    aggregator.state["clouds"] = {0: updates[1]["weights"]}
+    assert aggregator.download(0)["weights"] is updates[1]["weights"]
+    assert aggregator.download(1)["weights"] is aggregator.state["initial"]
+    aggregator.aggregate(updates, round=1)
+    assert aggregator.download(0)["weights"] is not updates[1]["weights"]
+
+
+def test_attention_of_models_in_float32_is_that_in_float64_however_long_they_are():
+    updates = uploads(0, 1, 2, 3)
+    far = {name: 1000 + torch.zeros_like(tensor) for name, tensor in updates[0]["weights"].items()}
+    double = [{name: far[name] + tensor for name, tensor in update["weights"].items()} for update in updates.values()]
+    single = [{name: tensor.float() for name, tensor in model.items()} for model in double]
+    # the rounded models in float64, since 1000.1 itself has only four digits after the point in float32
+    again = [{name: tensor.double() for name, tensor in model.items()} for model in single]
+    aggregator = server(alpha=0.2, sigma=3.0)
+    torch.testing.assert_close(aggregator._attention(single), aggregator._attention(again), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.exhaustive

@@ -14,8 +14,8 @@ from pfl_lightning.tasks import Task
 
 DOZEN = 12
 """`inner_products` rounds the number of rows up to a multiple of this: measured up to twice as fast as one row more."""
-TRIANGLE = 60
-"""`add_products` computes both triangles of at most this many rows: smaller products take longer than they save."""
+STRIP = 6 * DOZEN
+"""Rows of a product in `add_products`: smaller products take longer than they save."""
 
 
 class ModelPool(Aggregator):
@@ -44,7 +44,10 @@ class ModelPool(Aggregator):
 
 
 def inner_products(
-    models: Sequence[Mapping[str, Tensor]], names: Sequence[str], origin: Mapping[str, Tensor] | None = None
+    models: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    origin: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     r"""Return the inner products of models as long vectors, in float64, computed on the models' device.
 
@@ -69,8 +72,9 @@ def inner_products(
     width = min(block_width(size), max((tensors[0].numel() for tensors in columns), default=0))
     device = columns[0][0].device if columns else CPU
     # one buffer for all blocks: to get new memory each time takes longer than the product
-    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=torch.float64, device=device)
-    products = buffer.new_zeros(len(buffer), len(buffer))
+    buffer = torch.zeros(DOZEN * math.ceil(size / DOZEN), width, dtype=dtype, device=device)
+    products = buffer.new_zeros(len(buffer), len(buffer), dtype=torch.float64)
+    sums = products if dtype == torch.float64 else torch.zeros_like(products, dtype=dtype)
     for tensors in columns:
         flat = [tensor.reshape(-1) for tensor in tensors]
         for start in range(0, len(flat[0]), max(width, 1)):
@@ -79,28 +83,26 @@ def inner_products(
             for row, tensor in zip(rows, flat, strict=False):
                 row.copy_(tensor[start : start + width])
             if origin is not None:
-                # subtracted in float64, since differences are small beside the models
+                # subtracted first, since differences are small beside the models
                 rows[: size - 1] -= rows[size - 1]
-            add_products(products, rows)
+            add_products(sums, rows)
+            if sums is not products:
+                products += sums
+                sums.zero_()
     products = products.tril()
     return (products + products.tril(-1).T)[:size, :size].cpu()
 
 
 def add_products(products: Tensor, rows: Tensor) -> None:
-    """Add the inner products of rows to the lower triangle of a matrix in float64, in about half the time of all.
+    """Add the inner products of rows to the lower triangle of a matrix, in little more than half the time of all.
 
     Args:
-        products: ``[n, n]``, changed in place; the rest above the diagonal is undefined.
+        products: ``[n, n]`` of the rows' type, changed in place; the rest above the diagonal is undefined.
         rows: ``[n, w]``.
     """
-    n = len(rows)
-    if n <= TRIANGLE:
-        products.addmm_(rows, rows.T)
-        return
-    half = DOZEN * math.ceil(n / (2 * DOZEN))
-    add_products(products[:half, :half], rows[:half])
-    add_products(products[half:, half:], rows[half:])
-    products[half:, :half].addmm_(rows[half:], rows[:half].T)
+    for start in range(0, len(rows), STRIP):
+        end = start + STRIP
+        products[start:end, :end].addmm_(rows[start:end], rows[:end].T)
 
 
 @torch.no_grad()

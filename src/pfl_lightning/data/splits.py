@@ -114,12 +114,14 @@ def split_clients(
     counts = [rows.shape[0] for rows in shares]
     order = np.empty(sum(counts), dtype=np.int64)
     sizes: list[int] = []
+    # most clients have one of few sizes
+    known = {count: part_sizes(count, test_fraction, val_fraction) for count in set(counts)}
     start = 0
     for count, generator in zip(counts, generators(seed, 1, len(counts)), strict=True):
         order[start : start + count] = generator.permutation(count)
         order[start : start + count] += start
         start += count
-        num_test, num_val = part_sizes(count, test_fraction, val_fraction)
+        num_test, num_val = known[count]
         sizes += (num_test, num_val, count - num_test - num_val)
     # one look-up for all clients: with 100,000 of them, a look-up each takes longer than the shuffles
     parts = torch.split(torch.cat([*shares])[torch.from_numpy(order)], sizes)

@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage
-from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_means
+from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
+from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_mean, weighted_means
 from pfl_lightning.nets import find_output_layer
 
 TOGETHER = 32 * 2**20
@@ -112,7 +112,6 @@ class CwFedAvg(WeightedAverage):
         """Take the uploads as sources of the class models; log the number of classes with samples in the round."""
         if not updates:
             return {}
-        super().aggregate(updates, round)
         for client, update in updates.items():
             self.state["distributions"][client] = self._distribution_of(update)
         p = torch.tensor([float(update["num_samples"]) for update in updates.values()], dtype=torch.float64)
@@ -127,14 +126,22 @@ class CwFedAvg(WeightedAverage):
         kept_rows = self._mixed(unfed) if len(unfed) else {}
         kept = [{name: rows[i].clone() for name, rows in kept_rows.items()} for i in range(len(unfed))]
         sent = [update["weights"] for update in updates.values()]
+        weights = client_weights(updates, self.weighting)
         # columns: the round's uploads, then the kept class models, each the source of its own class
         self.state["mix"] = torch.cat([q.T, each[:, ~fed]], 1)
         if len(sent) <= len(fed):
+            self.average(updates, weights)
             self.state["sources"] = [{name: weights[name] for name in self.names} for weights in sent] + kept
             self.state["basis"] = self.state["mix"]
         else:
             # fewer class models than uploads: N starts cost 2 N K P operations by them, and 2 N N P by the uploads
-            new, old = iter(weighted_means(sent, q.T[fed].tolist(), self.names)), iter(kept)
+            shares = [weights[client] for client in updates]
+            # the mean in the same product: one pass less over all uploads
+            *fresh, mean = weighted_means(sent, [*q.T[fed].tolist(), shares], self.names)
+            others = [name for name in sent[0] if name not in mean]
+            self.state["shares"] = weights
+            self.move(mean | (weighted_mean(sent, shares, others) if others else {}))
+            new, old = iter(fresh), iter(kept)
             self.state["sources"] = [next(new if has_mass else old) for has_mass in fed.tolist()]
             self.state["basis"] = each
         return {"classes_fed": float(fed.sum())}

@@ -15,12 +15,14 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean, weighted_means
+from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_mean, weighted_means
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.settings import Unpack
 
 ALONE = 0.999
 """Above this mean weight of clients' own models, no client learns from another."""
+TOGETHER = 32 * 2**20
+"""Bytes of the cloud models that are computed together at least."""
 
 
 class CloudProx(FedProx):
@@ -102,6 +104,7 @@ class FedAMP(ModelPool):
     example_level = True
     sends = frozenset({"weights"})
     meets_newcomers = True
+    caches = frozenset({"_clouds"})
 
     def __init__(self, alpha: float = 5.0, sigma: float = 10.0, min_own: float | None = None) -> None:
         super().__init__()
@@ -115,21 +118,23 @@ class FedAMP(ModelPool):
                 f"aggregator.min_own={min_own} must be a weight from 0 to 1, or null for 1/n."
             )
         self.alpha, self.sigma, self.min_own = alpha, sigma, min_own
+        self._clouds: tuple[Tensor, int, list[StateDict]] | None = None
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every client."""
         super().setup(server)
         self.names = server.parameter_names()
-        self.state |= {"initial": server.weights, "clouds": {}}
+        self.state |= {"initial": server.weights, "xi": torch.empty(0, 0, dtype=torch.float64)}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Mix every client's cloud model anew; log the mean weight of clients' own models."""
+        """Weigh all models for each client anew; log the mean weight of clients' own models."""
         if not updates:
             return {}
         super().aggregate(updates, round)
         models = list(self.state["models"].values())
-        xi = self._attention(models)
-        self.state["clouds"] = dict(zip(self.state["models"], weighted_means(models, xi.tolist()), strict=True))
+        self.state["xi"] = xi = self._attention(models)
+        # of an earlier version's checkpoint, which kept a cloud model for each client
+        self.state.pop("clouds", None)
         own_weight = float(xi.diagonal().mean())
         if own_weight > ALONE and len(models) > 1 and self.alpha > 0 and not self.state.get("warned"):
             self.state["warned"] = True
@@ -146,7 +151,8 @@ class FedAMP(ModelPool):
         Args:
             models: n models, by name.
         """
-        products = inner_products(models, self.names)
+        # from the first model, not from 0: models differ little beside their length, and float32 has seven digits
+        products = inner_products(models, self.names, models[0], promoted(models[0][self.names[0]]))[:-1, :-1]
         norms = products.diagonal()
         # |w_i - w_m|^2 from inner products
         squares = norms[:, None] + norms - 2 * products
@@ -161,7 +167,21 @@ class FedAMP(ModelPool):
 
     def download(self, client: int) -> Message:
         """Return :math:`u_i`, or the common initial model before the client's first update."""
-        return {"weights": self.state["clouds"].get(client, self.state["initial"])}
+        if "clouds" in self.state:
+            return {"weights": self.state["clouds"].get(client, self.state["initial"])}
+        models, xi = self.state["models"], self.state["xi"]
+        if client not in models:
+            return {"weights": self.state["initial"]}
+        row = list(models).index(client)
+        # a quarter of all: one by one would read all models n times, and all together need as much memory as the models
+        count = max(math.ceil(len(models) / 4), TOGETHER // max(num_bytes(models[client]), 1))
+        first = row - row % count
+        if self._clouds is None or self._clouds[0] is not xi or self._clouds[1] != first:
+            # dropped first, for its memory
+            self._clouds = None
+            shares = xi[first : first + count].tolist()
+            self._clouds = xi, first, weighted_means(list(models.values()), shares)
+        return {"weights": self._clouds[2][row - first]}
 
 
 def attention(squares: Tensor, alpha: float, sigma: float, min_own: float) -> Tensor:
