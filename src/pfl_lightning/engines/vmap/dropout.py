@@ -182,6 +182,9 @@ class Streams(Layers):
         """
         if self.sizes is not None:
             return self.drawn_by_sample(like, one, self.sizes)
+        if self.clients:
+            shape = torch.Size([like.shape[0] // self.clients, *like.shape[1:]])
+            return self.draw(lambda: one(shape, like.dtype, like.device)).flatten(0, 1)
         numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
         return numbers
 

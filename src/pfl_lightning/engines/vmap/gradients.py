@@ -20,6 +20,7 @@ from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
+from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
@@ -148,6 +149,7 @@ class Differentiator:
         self._paths: list[list[Any]] = []
         """The functions that checked steps called."""
         self._moving: set[str] = set()
+        self.merged = Merged(self.module, slots)
         """Buffers that checked steps changed."""
 
     def gradients(self, step: list[list[Part]], index: int) -> StateDict:
@@ -477,7 +479,7 @@ class Differentiator:
             streams.classes = batch[1] if self.module.task.has_classes else None
             return self.slots.call(step_values, entries, self.module, batch, index)
 
-        with forward(), streams:
+        with forward(), streams, self.merged.at_once(streams):
             if sizes is None:
                 values = mapped(one, entries, batch, len(members))
             else:

@@ -1,0 +1,147 @@
+"""Compute nets with low-rank adapters for the samples of all clients as one batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.engines.slots import Slot, Slots
+from pfl_lightning.engines.vmap.dropout import Streams
+from pfl_lightning.engines.vmap.layers import Layers
+from pfl_lightning.internals.of_torch import (
+    BatchNorm,
+    entry_tables,
+    is_wrapped,
+    level_of,
+    outside_vmap,
+    row_dimension,
+    row_of,
+    unwrapped,
+    version,
+)
+from pfl_lightning.messages import tensors, tree_map
+
+
+class Part(NamedTuple):
+    """A part of a net, with the buffers in it.
+
+    Args:
+        module: the features or the classifier of a net.
+        buffers: places of its buffers, whose values all clients have in common.
+    """
+
+    module: nn.Module
+    buffers: list[Slot]
+
+
+class Merged:
+    """Parts of nets that take the samples of all clients as one batch.
+
+    With low-rank adapters, all layers but the adapters are common to clients, and can take all clients' samples as one
+    batch ``[clients * n, ...]``. The linear layers of adapters, whose weights are stacks, are products of stacks:
+    ``[clients, n, in] @ [clients, in, r]``. Dropout draws from each client's stream. Everything else of a training
+    step, such as the loss, stays under ``vmap``.
+
+    Args:
+        module: the client module.
+        slots: its slots.
+    """
+
+    def __init__(self, module: ClientModule, slots: Slots) -> None:
+        self.parts: list[Part] = []
+        self.reason = ""
+        """Why a part with adapters isn't among ``parts``; empty without such a part."""
+        places: dict[int, list[Slot]] = {}
+        for slot in slots.all:
+            places.setdefault(id(slot.table), []).append(slot)
+        persistent = module.state_dict().keys()
+        for net in module.children():
+            parts = [part for part in (getattr(net, "features", net), getattr(net, "classifier", None)) if part]
+            # the first one tells whether the net has adapters: a classifier may be merged without any
+            if any(hasattr(layer, "lora_A") for layer in parts[0].modules()):
+                self.parts.extend(found for found in (self._part(part, places, persistent) for part in parts) if found)
+
+    def _part(self, module: nn.Module, places: dict[int, list[Slot]], persistent: Any) -> Part | None:
+        """Return a part of a net; None if clients differ in more than linear layers."""
+        buffers: list[Slot] = []
+        for path, layer in module.named_modules():
+            parameters, own_buffers = (places.get(id(table), []) for table in entry_tables(layer))
+            if isinstance(layer, BatchNorm):
+                self.reason = f"{path} computes with several samples together"
+                return None
+            if any(slot.tensor is not None for slot in parameters) and type(layer).forward is not nn.Linear.forward:
+                self.reason = f"clients differ in {parameters[0].name}, which is no linear layer's"
+                return None
+            if any(slot.name in persistent for slot in own_buffers):
+                self.reason = f"clients may differ in the buffer {own_buffers[0].name}"
+                return None
+            buffers += [slot for slot in own_buffers if slot.tensor is not None]
+        return Part(module, buffers)
+
+    @contextmanager
+    def at_once(self, layers: Layers) -> Iterator[None]:
+        """Let the parts take the samples of all clients as one batch, inside this context.
+
+        Args:
+            layers: the layers of the step.
+        """
+        tables = [vars(part.module) for part in self.parts]
+        before = [table.get("forward") for table in tables]
+        for part, table in zip(self.parts, tables, strict=True):
+            table["forward"] = partial(forward, part, part.module.forward, layers)
+        try:
+            yield
+        finally:
+            for table, own in zip(tables, before, strict=True):
+                if own is None:
+                    del table["forward"]
+                else:
+                    table["forward"] = own
+
+
+def forward(part: Part, function: Callable[..., Any], layers: Layers, *args: Any, **kwargs: Any) -> Any:
+    """Return a part's outputs under ``vmap``, computed for all clients as one batch.
+
+    Args:
+        part: the part.
+        function: its own ``forward``.
+        layers: the layers of the step.
+        *args: inputs under ``vmap``.
+        **kwargs: further inputs.
+
+    Raises:
+        RuntimeError: if the part changes a buffer.
+    """
+    given = list(tensors((args, kwargs)))
+    # inputs that clients have in common, and steps of single samples, stay under vmap
+    if not given or any(row_dimension(t) < 0 or not t.dim() or is_wrapped(unwrapped(t)) for t in given):
+        return function(*args, **kwargs)
+    level = level_of(given[0])
+
+    def batch(row: Tensor) -> Tensor:
+        stack = unwrapped(row).movedim(row_dimension(row), 0)
+        layers.clients = len(stack)
+        return stack.flatten(0, 1)
+
+    def row(stack: Tensor) -> Tensor:
+        return row_of(stack.unflatten(0, (layers.clients, -1)), 0, level)
+
+    args, kwargs = tree_map(batch, (args, kwargs))
+    rows = [slot.current for slot in part.buffers]
+    stacks = [unwrapped(own) for own in rows]
+    versions = [version(stack) for stack in stacks]
+    try:
+        with outside_vmap():
+            for slot, stack in zip(part.buffers, stacks, strict=True):
+                slot.table[slot.key] = stack[0]
+            outputs = function(*args, **kwargs)
+        if [version(stack) for stack in stacks] != versions:
+            raise RuntimeError("it changes a buffer")
+        return tree_map(row, outputs)
+    finally:
+        layers.clients = 0
+        for slot, own in zip(part.buffers, rows, strict=True):
+            slot.table[slot.key] = own
