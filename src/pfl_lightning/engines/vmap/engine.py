@@ -21,11 +21,16 @@ from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
+from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
+CACHE = 2**20
+"""Bytes of hidden states of one batch of all clients (`Merged`) at most, on a CPU: what a core's own cache holds.
+Larger batches spare operations and wait for memory: of 8 clients with 8 texts of 32 tokens each and a hidden size of
+256, four at once train in 0.93 of the time of one after another, and all eight in 1.08."""
 CALM = 10
 """Rounds without a lack of memory after which a halved block is doubled."""
 
@@ -68,8 +73,9 @@ class Vectorised(Engine):
         self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
         self.attributes = self.sequential.leaks = SharedAttributes(self.module)
-        self.trainer = BlockTrainer(self.sequential, self.attributes, self.compile)
-        self.evaluator = BlockEvaluator(self.sequential, self.attributes)
+        self.merged = Merged(self.module)
+        self.trainer = BlockTrainer(self.sequential, self.attributes, self.merged, self.compile)
+        self.evaluator = BlockEvaluator(self.sequential, self.attributes, self.merged)
         self.block_io = BlockIO(self.sequential, self.attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
@@ -79,6 +85,7 @@ class Vectorised(Engine):
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
+        self.merged.settle(slots)
         self._double()
         with self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):
@@ -91,6 +98,7 @@ class Vectorised(Engine):
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate clients with the same model together, and the others block by block."""
         layout, slots = Layout.of(self.module), Slots(self.module)
+        self.merged.settle(slots)
         together: list[Evaluated] = []
 
         def others() -> Iterator[Job]:
@@ -143,7 +151,10 @@ class Vectorised(Engine):
         # Five copies per entry: value, gradient, two of the optimizer's, and a temporary one. Outputs have gradients
         # too.
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
-        return max(1, free_memory(self.device) // (2 * need))
+        room = max(1, free_memory(self.device) // (2 * need))
+        if self.merged.parts and self.device.type == "cpu":
+            return min(room, self.merged.clients_in(CACHE, part.take(slice(self.work.batch_size)).x))
+        return room
 
     def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
         """Yield the outcomes of a block, or of halves if memory is short."""

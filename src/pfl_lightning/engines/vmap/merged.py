@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.slots import Slot, Slots
-from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.layers import Layers
 from pfl_lightning.internals.of_torch import (
     BatchNorm,
@@ -22,7 +24,12 @@ from pfl_lightning.internals.of_torch import (
     unwrapped,
     version,
 )
-from pfl_lightning.messages import tensors, tree_map
+from pfl_lightning.messages import num_bytes, tensors, tree_map
+
+FEW = 2
+"""Clients of a comparison with one alone."""
+EVALUATION = "evaluation"
+"""Name of the evaluation among compared phases, which no phase has."""
 
 
 class Part(NamedTuple):
@@ -45,24 +52,70 @@ class Merged:
     ``[clients, n, in] @ [clients, in, r]``. Dropout draws from each client's stream. Everything else of a training
     step, such as the loss, stays under ``vmap``.
 
+    A layer that computes with several samples together, or with another order of dimensions, would give other results.
+    The first step of each phase and the first evaluation are therefore compared with those of a client alone.
+
     Args:
         module: the client module.
-        slots: its slots.
     """
 
-    def __init__(self, module: ClientModule, slots: Slots) -> None:
+    def __init__(self, module: ClientModule) -> None:
+        self.module = module
         self.parts: list[Part] = []
-        self.reason = ""
-        """Why a part with adapters isn't among ``parts``; empty without such a part."""
+        self.refused = False
+        """Whether results differed, or a part couldn't be computed in this way."""
+        self.checked: set[str] = set()
+        """Names of phases, and of the evaluation, whose results were compared."""
+        self._told: set[str] = set()
+
+    def settle(self, slots: Slots) -> None:
+        """Find the parts, which a federation may change between rounds by freezing layers.
+
+        Args:
+            slots: the module's slots.
+        """
+        self.parts = []
+        if self.refused:
+            return
         places: dict[int, list[Slot]] = {}
         for slot in slots.all:
             places.setdefault(id(slot.table), []).append(slot)
-        persistent = module.state_dict().keys()
-        for net in module.children():
-            parts = [part for part in (getattr(net, "features", net), getattr(net, "classifier", None)) if part]
-            # the first one tells whether the net has adapters: a classifier may be merged without any
-            if any(hasattr(layer, "lora_A") for layer in parts[0].modules()):
-                self.parts.extend(found for found in (self._part(part, places, persistent) for part in parts) if found)
+        persistent = self.module.state_dict().keys()
+        for net in self.module.children():
+            parts = [part for name in ("features", "classifier") if (part := getattr(net, name, None)) is not None]
+            # A copy of features alone has no such parts. A classifier may be merged without any adapter in it.
+            if any(hasattr(layer, "lora_A") for layer in (parts or [net])[0].modules()):
+                found = (self._part(part, places, persistent) for part in parts or [net])
+                self.parts.extend(part for part in found if part is not None)
+
+    @torch.no_grad()
+    def clients_in(self, cache: int, x: Tree) -> int:
+        """Return the number of clients whose hidden states fit into a cache, at least 1.
+
+        Args:
+            cache: its bytes.
+            x: a batch of one client.
+        """
+        return max(1, cache // max(num_bytes(self.parts[0].module(x)), 1))
+
+    def tell(self, reason: str) -> None:
+        """Log once why adapters are computed under ``vmap``.
+
+        Args:
+            reason: the reason, a sentence without full stop.
+        """
+        if reason not in self._told:
+            self._told.add(reason)
+            rank_zero_info(f"trainer.engine='vectorised' takes vmap for adapters: {reason}.")
+
+    def refuse(self, reason: str) -> None:
+        """Leave all parts to ``vmap`` from now on.
+
+        Args:
+            reason: the reason, a sentence without full stop.
+        """
+        self.parts, self.refused = [], True
+        self.tell(reason)
 
     def _part(self, module: nn.Module, places: dict[int, list[Slot]], persistent: Any) -> Part | None:
         """Return a part of a net; None if clients differ in more than linear layers."""
@@ -70,13 +123,14 @@ class Merged:
         for path, layer in module.named_modules():
             parameters, own_buffers = (places.get(id(table), []) for table in entry_tables(layer))
             if isinstance(layer, BatchNorm):
-                self.reason = f"{path} computes with several samples together"
+                self.tell(f"layer {path} computes with several samples together")
                 return None
-            if any(slot.tensor is not None for slot in parameters) and type(layer).forward is not nn.Linear.forward:
-                self.reason = f"clients differ in {parameters[0].name}, which is no linear layer's"
+            own = [slot.name for slot in parameters if slot.tensor is not None]
+            if own and type(layer).forward is not nn.Linear.forward:
+                self.tell(f"clients differ in {own[0]}, which is no weight of a linear layer")
                 return None
-            if any(slot.name in persistent for slot in own_buffers):
-                self.reason = f"clients may differ in the buffer {own_buffers[0].name}"
+            if moving := [slot.name for slot in own_buffers if slot.name in persistent]:
+                self.tell(f"clients may differ in the buffer {moving[0]}")
                 return None
             buffers += [slot for slot in own_buffers if slot.tensor is not None]
         return Part(module, buffers)
