@@ -91,7 +91,10 @@ def compare(model: str, args: argparse.Namespace, batch: int) -> tuple[dict[str,
     first = sent[0]
     change = max(float((t - payload["weights"][n]).abs().max()) for own in first for n, t in own.items())
     differences = [
-        float((t - other[n]).abs().max()) for e in sent[1:] for own, other in zip(first, e, strict=True) for n, t in own.items()
+        float((t - other[n]).abs().max())
+        for e in sent[1:]
+        for own, other in zip(first, e, strict=True)
+        for n, t in own.items()
     ]
     # the first round compares ways of computing
     return {name: min(times[1:]) for name, times in seconds.items()}, max(differences, default=0.0) / change

@@ -86,6 +86,7 @@ class Vectorised(Engine):
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
         self.merged.settle(slots)
+        self.merged.tell()
         self._double()
         with self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.slots import Slot, Slots
+from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.layers import Layers
 from pfl_lightning.internals.of_torch import (
     BatchNorm,
@@ -66,6 +67,10 @@ class Merged:
         """Whether results differed, or a part couldn't be computed in this way."""
         self.checked: set[str] = set()
         """Names of phases, and of the evaluation, whose results were compared."""
+        self.reason = ""
+        """Why a part with adapters isn't among ``parts``; empty if there is no such part."""
+        self.required = False
+        """Whether a refusal refuses the engine, which `Auto` has chosen for the parts."""
         self._told: set[str] = set()
 
     def settle(self, slots: Slots) -> None:
@@ -77,6 +82,7 @@ class Merged:
         self.parts = []
         if self.refused:
             return
+        self.reason = ""
         places: dict[int, list[Slot]] = {}
         for slot in slots.all:
             places.setdefault(id(slot.table), []).append(slot)
@@ -98,24 +104,25 @@ class Merged:
         """
         return max(1, cache // max(num_bytes(self.parts[0].module(x)), 1))
 
-    def tell(self, reason: str) -> None:
-        """Log once why adapters are computed under ``vmap``.
-
-        Args:
-            reason: the reason, a sentence without full stop.
-        """
-        if reason not in self._told:
-            self._told.add(reason)
-            rank_zero_info(f"trainer.engine='vectorised' takes vmap for adapters: {reason}.")
+    def tell(self) -> None:
+        """Log once why adapters are computed under ``vmap``."""
+        if self.reason and self.reason not in self._told:
+            self._told.add(self.reason)
+            rank_zero_info(f"trainer.engine='vectorised' takes vmap for adapters: {self.reason}.")
 
     def refuse(self, reason: str) -> None:
         """Leave all parts to ``vmap`` from now on.
 
         Args:
             reason: the reason, a sentence without full stop.
+
+        Raises:
+            Unvectorisable: if the engine was chosen for the parts alone.
         """
-        self.parts, self.refused = [], True
-        self.tell(reason)
+        self.parts, self.refused, self.reason = [], True, reason
+        if self.required:
+            raise Unvectorisable(self.module, reason)
+        self.tell()
 
     def _part(self, module: nn.Module, places: dict[int, list[Slot]], persistent: Any) -> Part | None:
         """Return a part of a net; None if clients differ in more than linear layers."""
@@ -123,14 +130,14 @@ class Merged:
         for path, layer in module.named_modules():
             parameters, own_buffers = (places.get(id(table), []) for table in entry_tables(layer))
             if isinstance(layer, BatchNorm):
-                self.tell(f"layer {path} computes with several samples together")
+                self.reason = f"layer {path} computes with several samples together"
                 return None
             own = [slot.name for slot in parameters if slot.tensor is not None]
             if own and type(layer).forward is not nn.Linear.forward:
-                self.tell(f"clients differ in {own[0]}, which is no weight of a linear layer")
+                self.reason = f"clients differ in {own[0]}, which is no weight of a linear layer"
                 return None
             if moving := [slot.name for slot in own_buffers if slot.name in persistent]:
-                self.tell(f"clients may differ in the buffer {moving[0]}")
+                self.reason = f"clients may differ in the buffer {moving[0]}"
                 return None
             buffers += [slot for slot in own_buffers if slot.tensor is not None]
         return Part(module, buffers)
