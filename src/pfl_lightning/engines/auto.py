@@ -150,7 +150,7 @@ class Auto(Engine):
         """Return the number of clients whose adapters `Merged` trains together; 0 for a net that it can't take."""
         merged = Merged(self.module)
         merged.settle(Slots(self.module))
-        if not merged.parts or merged.reason:
+        if merged.reason:
             return 0
         with self.forward_context():
             return merged.clients_in(CACHE, part.take(slice(self.work.batch_size)).x)

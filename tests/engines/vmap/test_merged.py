@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from federations import blobs, fit, make_client, near
+from federations import MOMENTUM, blobs, fit, make_client, near
 from pfl_lightning.engines import Sequential, Vectorised, auto
 from pfl_lightning.methods import Ditto, FedAvg, Local
 from pfl_lightning.nets import Adapted, Net
@@ -73,9 +73,8 @@ def batches(monkeypatch):
 
 
 def ends(net, method=FedAvg, data=SIZES, **settings):
-    made = {"optimizer": partial(AdamW, lr=0.01)} | {
-        k: settings.pop(k) for k in ("optimizer_lifetime",) if k in settings
-    }
+    own = {"optimizer": partial(AdamW, lr=0.01), "optimizer_lifetime": "round"}
+    made = {name: settings.pop(name, default) for name, default in own.items()}
     return [
         fit(make_client(method, net=net, **made), blobs(*data, batch_size=BATCH), engine=engine, **settings)
         for engine in ("sequential", "vectorised")
@@ -110,7 +109,7 @@ def test_nets_with_other_results_run_under_vmap(caplog, net, named):
     ("inner", "named"), [(nn.BatchNorm1d(8), "2"), (nn.BatchNorm1d(8, track_running_stats=False), "2")]
 )
 def test_layers_across_samples_are_named(caplog, inner, named):
-    assert same(*ends(adapted(inner), data=(20, 20, 20)))
+    assert same(*ends(adapted(inner), data=(20, 20, 20), optimizer=MOMENTUM))
     (line,) = [line for line in caplog.messages if "vmap for adapters" in line]
     assert f"layer {named} " in line
 

@@ -153,9 +153,11 @@ class Vectorised(Engine):
         # too.
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
         room = max(1, free_memory(self.device) // (2 * need))
-        if self.merged.parts and self.device.type == "cpu":
-            return min(room, self.merged.clients_in(CACHE, part.take(slice(self.work.batch_size)).x))
-        return room
+        if self.device.type != "cpu":
+            return room
+        with torch.no_grad(), self.forward_context():
+            merged = self.merged.clients_in(CACHE, part.take(slice(self.work.batch_size)).x)
+        return min(room, merged or room)
 
     def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
         """Yield the outcomes of a block, or of halves if memory is short."""

@@ -88,21 +88,28 @@ class Merged:
             places.setdefault(id(slot.table), []).append(slot)
         persistent = self.module.state_dict().keys()
         for net in self.module.children():
-            parts = [part for name in ("features", "classifier") if (part := getattr(net, name, None)) is not None]
-            # A copy of features alone has no such parts. A classifier may be merged without any adapter in it.
-            if any(hasattr(layer, "lora_A") for layer in (parts or [net])[0].modules()):
-                found = (self._part(part, places, persistent) for part in parts or [net])
-                self.parts.extend(part for part in found if part is not None)
+            # A copy of features alone has no such parts.
+            parts = [getattr(net, name) for name in ("features", "classifier") if hasattr(net, name)] or [net]
+            if not any(hasattr(layer, "lora_A") for layer in parts[0].modules()):
+                continue
+            for part in parts:
+                # A classifier may be merged without any adapter in it, but not alone.
+                if (found := self._part(part, places, persistent)) is None:
+                    break
+                self.parts.append(found)
 
     @torch.no_grad()
     def clients_in(self, cache: int, x: Tree) -> int:
-        """Return the number of clients whose hidden states fit into a cache, at least 1.
+        """Return the number of clients whose hidden states fit into a cache, at least 1; 0 if the net isn't merged.
 
         Args:
             cache: its bytes.
             x: a batch of one client.
         """
-        return max(1, cache // max(num_bytes(self.parts[0].module(x)), 1))
+        features = self.module.net.features
+        if not any(part.module is features for part in self.parts):
+            return 0
+        return max(1, cache // max(num_bytes(features(x)), 1))
 
     def tell(self) -> None:
         """Log once why adapters are computed under ``vmap``."""
