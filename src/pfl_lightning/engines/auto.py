@@ -14,12 +14,13 @@ from torch import distributed
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Job, LocalWork, Outcome
 from pfl_lightning.engines.processes import Processes, cores
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.vmap.engine import CACHE, Unvectorisable, Vectorised, outputs_of
+from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised, outputs_of
 from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.messages import tensors
 from pfl_lightning.nets.batch_norm import smallest_batch
@@ -112,7 +113,9 @@ class Auto(Engine):
         limit = OUTPUTS if self._at_once() == 1 else OUTPUTS_FOR_CORES
         if outputs <= limit and self._parameters <= PARAMETERS:
             return self._take(Vectorised, f"{net} is small")
-        if (together := self._adapters_together(part)) >= (2 if self._at_once() == 1 else FOR_A_CORE * self._at_once()):
+        if (together := self._adapters_together(part, outputs)) >= (
+            2 if self._at_once() == 1 else FOR_A_CORE * self._at_once()
+        ):
             engine = self._take(Vectorised, f"adapters of {net} train beside each other, {together} clients at once")
             # Under vmap such a net isn't faster than one client after another.
             cast(Vectorised, engine).merged.required = True
@@ -146,14 +149,20 @@ class Auto(Engine):
         with self.forward_context():
             return sum(tensor.numel() for tensor in tensors(outputs_of(self.module.net, x)))
 
-    def _adapters_together(self, part: Samples) -> int:
-        """Return the number of clients whose adapters `Merged` trains together; 0 for a net that it can't take."""
+    def _adapters_together(self, part: Samples, outputs: int) -> int:
+        """Return the number of clients whose adapters `Merged` trains together; 0 for a net that it can't take.
+
+        Args:
+            part: a client's samples.
+            outputs: the number of output values of all layers for one of them.
+        """
         merged = Merged(self.module)
         merged.settle(Slots(self.module))
         if merged.reason:
             return 0
+        x = part.take(slice(self.work.batch_size)).x
         with self.forward_context():
-            return merged.clients_in(CACHE, part.take(slice(self.work.batch_size)).x)
+            return merged.clients_at_once(x, rows_in(x) * outputs * torch.float32.itemsize)
 
     def _take_one_by_one(self, reason: str) -> Engine:
         """Choose between processes and a plain loop."""

@@ -27,6 +27,13 @@ from pfl_lightning.internals.of_torch import (
 )
 from pfl_lightning.messages import num_bytes, tensors, tree_map
 
+CACHE = 2**20
+"""Bytes of hidden states of one batch of all clients at most, on a CPU: what a core's own cache holds. Larger batches
+spare operations and wait for memory: of 8 clients with 8 texts of 32 tokens each and a hidden size of 256, four at once
+train in 0.93 of the time of one after another, and all eight in 1.08."""
+ACTIVATIONS = 2**26
+"""Bytes of all layers' outputs for such a batch at most, so that clients at once don't take much more memory than one:
+64 MiB, a sixth of a base of 100 million parameters."""
 FEW = 2
 """Clients of a comparison with one alone."""
 EVALUATION = "evaluation"
@@ -99,17 +106,17 @@ class Merged:
                 self.parts.append(found)
 
     @torch.no_grad()
-    def clients_in(self, cache: int, x: Tree) -> int:
-        """Return the number of clients whose hidden states fit into a cache, at least 1; 0 if the net isn't merged.
+    def clients_at_once(self, x: Tree, activations: int) -> int:
+        """Return the number of clients whose samples shall be one batch on a CPU, at least 1; 0 if nothing is merged.
 
         Args:
-            cache: its bytes.
             x: a batch of one client.
+            activations: bytes of all layers' outputs for it.
         """
         features = self.module.net.features
         if not any(part.module is features for part in self.parts):
             return 0
-        return max(1, cache // max(num_bytes(features(x)), 1))
+        return max(1, min(CACHE // max(num_bytes(features(x)), 1), ACTIVATIONS // max(activations, 1)))
 
     def tell(self) -> None:
         """Log once why adapters are computed under ``vmap``."""
