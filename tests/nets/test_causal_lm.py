@@ -236,6 +236,45 @@ def test_positions_keep_packed_texts_apart(models, family):
     assert torch.allclose(packed, torch.cat([net(first), net(second)], 1), atol=1e-5)
 
 
+def packed_texts():
+    """Rows of two texts each, whose positions begin again at 0, and the same texts one in a row, padded."""
+    tokens = torch.randint(0, TOKENS, (TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    clients, task = torch.arange(TEXTS) % CLIENTS, NextToken(TOKENS)
+    cuts = torch.randint(3, LENGTH - 3, (TEXTS,), generator=torch.Generator().manual_seed(1))
+    targets, positions = tokens[:, 1:].clone(), torch.arange(LENGTH).repeat(TEXTS, 1)
+    apart, wanted = torch.zeros(2 * TEXTS, LENGTH, dtype=torch.int64), torch.full((2 * TEXTS, LENGTH), -100)
+    for row, cut in enumerate(cuts.tolist()):
+        targets[row, cut - 1] = -100
+        positions[row, cut:] -= cut
+        for half, (begin, end) in enumerate(((0, cut), (cut, LENGTH))):
+            apart[2 * row + half, : end - begin] = tokens[row, begin:end]
+            wanted[2 * row + half, : end - begin] = targets[row, begin:end]
+    rows = {"input_ids": tokens[:, :-1], "position_ids": positions}
+    settings = {"task": task, "val_fraction": 0.0, "test_fraction": 0.0, "input_shape": (LENGTH,)}
+    # whole batches: a step of packed rows counts the same tokens as one of twice as many texts
+    return (
+        TensorData(rows, targets, client=clients, batch_size=TEXTS, **settings),
+        TensorData(apart, wanted, client=clients.repeat_interleave(2), batch_size=2 * TEXTS, **settings),
+    )
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "eager")])
+def test_packed_texts_train_as_those_apart_under_each_engine(models, family, attention):
+    def trained(data, engine):
+        net = build(models, family, lora={"r": 2}, attention=attention)
+        client = client_of(net, optimizer=partial(SGD, lr=0.5))
+        for layer in client.net.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+        return adapters_of(fit(client, data=data, engine=engine))[0]
+
+    packed, apart = packed_texts()
+    expected = trained(apart, "sequential")
+    for engine in ENGINES:
+        found = trained(packed, engine)
+        assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
 def test_a_smaller_vocabulary_has_fewer_logits(models):
     tokens = torch.randint(0, 40, (2, LENGTH))
     few, all_of_them = (build(models)((LENGTH,), count).eval()(tokens) for count in (40, TOKENS))

@@ -43,8 +43,13 @@ from pfl_lightning.tasks.class_metrics import Area, Confusion
 
 POOLED = "_pooled"
 """Suffix in the name of a metric over all clients' samples, to which each client adds a share."""
-OUTPUTS = 2**24
-"""Output values that a net may compute at once in an evaluation: 64 MiB in single precision."""
+OUTPUTS = 2**20
+"""Output values that a net may compute at once in an evaluation on a CPU: 4 MiB in single precision, of which metrics
+make several copies."""
+ON_GPU = 16
+"""The same on a GPU, by this factor: few launches count more than memory there."""
+COUNTS = 2**24
+"""Numbers of confusions that metrics of several clients may hold at once."""
 
 CURVES = (BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve)
 """Base classes of AUROC, average precision and other areas under curves in torchmetrics."""
@@ -259,8 +264,9 @@ def rows_at_once(task: Task, target: Tree) -> int:
     >>> rows_at_once(Classification(10), torch.zeros(5)), rows_at_once(NextToken(32_000), torch.zeros(5, 512))
     (1024, 1)
     """
-    positions = next(tensors(target))[:1].numel()
-    return max(1, min(CHUNK, OUTPUTS // (task.outputs * positions)))
+    some = next(tensors(target))
+    limit = OUTPUTS if some.device.type == "cpu" else ON_GPU * OUTPUTS
+    return max(1, min(CHUNK, limit // (task.outputs * some[:1].numel())))
 
 
 def mean_of(total: Tensor, weight: int | Tensor) -> float:
@@ -394,7 +400,7 @@ def values_at_once(
         # By bins, a client's state is large, whatever its samples.
         return None if pooled else metric.values_of_clients(outputs, target, owners, clients).tolist()
     if isinstance(metric, Confusion):
-        if clients * metric.num_classes**2 > OUTPUTS:
+        if clients * metric.num_classes**2 > COUNTS:
             return None
         states = metric.states_of_clients(outputs, target, owners, clients)
     elif (added := states_of_samples(metric, outputs, target)) is not None:

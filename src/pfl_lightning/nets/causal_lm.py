@@ -89,7 +89,9 @@ class CausalLM(Net):
             adapted = adapt(loaded.requires_grad_(False), lora)
         else:
             loaded.requires_grad_(True)
-        super().__init__(Body(loaded.base_model), Logits(loaded.get_output_embeddings(), num_classes))
+        super().__init__(
+            Body(loaded.base_model, attention == "eager"), Logits(loaded.get_output_embeddings(), num_classes)
+        )
         # past nn.Module: as a submodule it would give each entry of the `state_dict` a second name
         vars(self)["adapted"] = adapted
         self.settings = {"lora": lora, "dtype": dtype, "quantize": quantize}
@@ -113,11 +115,17 @@ class Body(nn.Module):
 
     Args:
         layers: the model of transformers without its output layer.
+        adds: whether its attention takes masks as numbers to add, and not as truth values.
     """
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: Any, adds: bool = False) -> None:
         super().__init__()
         self.layers = layers
+        self.adds = adds
+        config = layers.config
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        self.window: int | None = min(filter(None, windows), default=None)
+        """Tokens that a layer's attention looks back at most."""
 
     def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor:
         """Return hidden states ``[n, T, d]``.
@@ -128,8 +136,28 @@ class Body(nn.Module):
         inputs = {"input_ids": x} if isinstance(x, Tensor) else x
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
+        positions = inputs.get("position_ids")
+        # a mask for all layers leaves no layer a shorter window
+        whole = self.window is None or inputs["input_ids"].shape[-1] <= self.window
+        if positions is not None and "attention_mask" not in inputs and whole:
+            inputs = {**inputs, "attention_mask": self.mask(positions)}
         hidden: Tensor = self.layers(**inputs, use_cache=False).last_hidden_state
         return hidden
+
+    def mask(self, positions: Tensor) -> Tensor:
+        """Return the mask ``[n, 1, T, T]`` by which tokens see earlier ones of their own text.
+
+        transformers finds packed texts by a condition on positions, which engine ``vectorised`` can't have.
+
+        Args:
+            positions: ``[n, T]``, which begin again at 0 with each text.
+        """
+        text = (positions == 0).cumsum(-1)
+        seen = (text[..., None] == text[..., None, :]).tril()[..., None, :, :]
+        if not self.adds:
+            return seen
+        dtype = self.layers.dtype
+        return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 class Logits(nn.Module):

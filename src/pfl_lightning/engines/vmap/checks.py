@@ -267,18 +267,28 @@ def vectorised(
     """
     module = attributes.module
 
-    @contextmanager
-    def first_client() -> Iterator[None]:
-        job = member.job
-        vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
-        # Put back the client's hidden caches, which it may read when it runs alone.
-        absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
-        attributes.put(absent)
-        try:
-            with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
-                with during("training", job.round, job.client):
-                    yield
-        finally:
-            attributes.take(absent)
+    prepared = partial(first_client, attributes, slots, member, entries)
+    return computed(at_once, alone, partial(Unvectorisable, module), prepared)
 
-    return computed(at_once, alone, partial(Unvectorisable, module), first_client)
+
+@contextmanager
+def first_client(attributes: SharedAttributes, slots: Slots, member: Member, entries: StateDict) -> Iterator[None]:
+    """Put copies of the first client's entries into the module inside this context, and tell the module where it is.
+
+    Args:
+        attributes: the module's attributes.
+        slots: the module's slots.
+        member: the first client.
+        entries: parameters and buffers, a row per client.
+    """
+    module, job = attributes.module, member.job
+    vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
+    # Put back the client's hidden caches, which it may read when it runs alone.
+    absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
+    attributes.put(absent)
+    try:
+        with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
+            with during("training", job.round, job.client):
+                yield
+    finally:
+        attributes.take(absent)

@@ -134,7 +134,11 @@ class Streams(Layers):
             return self.dropout(func, *args, **(kwargs or {}))
         # A function with its own generator uses no client's stream, and in evaluation nothing is trained.
         if func in DRAWS and self.trained and "generator" not in (kwargs or {}):
+            if self.clients:
+                raise RuntimeError(f"{func.__name__} draws numbers that are no dropout")
             return self.drawn(self.trained[0], lambda *_: func(*args, **(kwargs or {})))
+        if func is F.scaled_dot_product_attention and self.clients:
+            return self.attention(*args, **(kwargs or {}))
         if func is F.gumbel_softmax:
             return self.gumbel_softmax(*args, **(kwargs or {}))
         if func == REQUIRES_GRAD and any(args[0] is entry for entry in self.trained):
@@ -154,6 +158,36 @@ class Streams(Layers):
         # Dropout of ones gives the mask with its scale, 1/(1-p).
         mask = self.drawn(input, draw)
         return input.mul_(mask) if inplace else input * mask
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute attention for a batch of all clients, with dropout of each; arguments as in ``torch.nn.functional``.
+
+        Args:
+            query: ``[clients * n, heads, T, d]``.
+            key: likewise.
+            value: likewise.
+            attn_mask: the mask, for all samples or for each.
+            dropout_p: probability of dropout.
+            **kwargs: further arguments.
+        """
+        function = F.scaled_dot_product_attention
+        if not dropout_p:
+            return function(query, key, value, attn_mask, **kwargs)
+        parts = [t.tensor_split(self.clients) for t in (query, key, value)]
+        if attn_mask is None or len(attn_mask) != len(query):
+            parts.append([attn_mask] * self.clients)
+        else:
+            parts.append(attn_mask.tensor_split(self.clients))
+        of_clients = iter(zip(*parts, strict=True))
+        return self.draw(lambda: function(*next(of_clients), dropout_p, **kwargs)).flatten(0, 1)
 
     def gumbel_softmax(
         self, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
@@ -182,6 +216,9 @@ class Streams(Layers):
         """
         if self.sizes is not None:
             return self.drawn_by_sample(like, one, self.sizes)
+        if self.clients:
+            shape = torch.Size([like.shape[0] // self.clients, *like.shape[1:]])
+            return self.draw(lambda: one(shape, like.dtype, like.device)).flatten(0, 1)
         numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
         return numbers
 

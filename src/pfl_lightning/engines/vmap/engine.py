@@ -21,6 +21,7 @@ from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
+from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 
@@ -68,8 +69,9 @@ class Vectorised(Engine):
         self._calm = 0
         self.sequential = Sequential(self.module, self.work, self.precision)
         self.attributes = self.sequential.leaks = SharedAttributes(self.module)
-        self.trainer = BlockTrainer(self.sequential, self.attributes, self.compile)
-        self.evaluator = BlockEvaluator(self.sequential, self.attributes)
+        self.merged = Merged(self.module)
+        self.trainer = BlockTrainer(self.sequential, self.attributes, self.merged, self.compile)
+        self.evaluator = BlockEvaluator(self.sequential, self.attributes, self.merged)
         self.block_io = BlockIO(self.sequential, self.attributes, self.evaluator)
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
@@ -79,6 +81,8 @@ class Vectorised(Engine):
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
         layout, slots = Layout.of(self.module), Slots(self.module)
+        self.merged.settle(slots)
+        self.merged.tell()
         self._double()
         with self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs, slots):
@@ -91,6 +95,7 @@ class Vectorised(Engine):
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate clients with the same model together, and the others block by block."""
         layout, slots = Layout.of(self.module), Slots(self.module)
+        self.merged.settle(slots)
         together: list[Evaluated] = []
 
         def others() -> Iterator[Job]:
@@ -143,7 +148,12 @@ class Vectorised(Engine):
         # Five copies per entry: value, gradient, two of the optimizer's, and a temporary one. Outputs have gradients
         # too.
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
-        return max(1, free_memory(self.device) // (2 * need))
+        room = max(1, free_memory(self.device) // (2 * need))
+        if self.device.type != "cpu":
+            return room
+        with torch.no_grad(), self.forward_context():
+            together = self.merged.clients_at_once(part.take(slice(self.work.batch_size)).x, num_bytes(outputs))
+        return min(room, together or room)
 
     def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
         """Yield the outcomes of a block, or of halves if memory is short."""

@@ -10,14 +10,16 @@ from torch.func import vmap
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Samples, gather
 from pfl_lightning.data.trees import Tree, padded, split
+from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import evaluate_padded, rows_at_once
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.engines.vmap.layers import Layers
+from pfl_lightning.engines.vmap.merged import EVALUATION, FEW, Merged
 from pfl_lightning.internals.of_torch import BatchNorm
-from pfl_lightning.messages import StateDict
+from pfl_lightning.messages import StateDict, tree_map
 
 CLIENTS = 8
 """Clients per forward pass if each has as many samples as one pass may have; more if clients have fewer samples."""
@@ -32,12 +34,14 @@ class BlockEvaluator:
     Args:
         sequential: the engine of one client, with the module.
         attributes: the module's attributes, which forward passes must not change.
+        merged: parts of nets that take the samples of all clients as one batch.
     """
 
-    def __init__(self, sequential: Sequential, attributes: SharedAttributes) -> None:
+    def __init__(self, sequential: Sequential, attributes: SharedAttributes, merged: Merged) -> None:
         self.sequential = sequential
         self.module = sequential.module
         self.attributes = attributes
+        self.merged = merged
         # Such a layer normalises over a batch, which padding would change.
         normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in self.module.modules())
         self.usable = not normalises and not overrides(self.module, "evaluation_phases")
@@ -124,9 +128,31 @@ class BlockEvaluator:
 
     def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
         """Return outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
-        with Layers():
+        if self.merged.parts and EVALUATION not in self.merged.checked:
+            self._check_merged(entries, x, slots)
+        with Layers() as layers, self.merged.at_once(layers):
             outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
         return outputs
+
+    def _check_merged(self, entries: StateDict, x: Tree, slots: Slots) -> None:
+        """Refuse nets in parts for all clients at once if the first client alone has other outputs."""
+        self.merged.checked.add(EVALUATION)
+        try:
+            found = self._forward(
+                {name: stack[:FEW] for name, stack in entries.items()}, tree_map(lambda stack: stack[:FEW], x), slots
+            )[0]
+            with slots.holding({name: stack[0].clone() for name, stack in entries.items()}):
+                expected = self.module(tree_map(lambda stack: stack[0], x))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        # Of any type: peft, transformers and layers of the user fail in their own ways.
+        except Exception as error:
+            self.merged.refuse(f"its net can't take all clients' samples as one batch ({reason_of(error)})")
+            return
+        exact = expected.double()
+        # The last digit of bfloat16 is about a hundredth of a value.
+        if bool((found.double() - exact).norm() > 0.1 * exact.norm()):
+            self.merged.refuse("its net gives other outputs for all clients' samples as one batch")
 
 
 def rows_alike(sizes: list[int], limit: int) -> Iterator[list[int]]:

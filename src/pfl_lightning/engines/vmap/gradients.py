@@ -14,12 +14,14 @@ from torch.func import vmap
 
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.client.phases import Phase
+from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values, weighs_batches
 from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
-from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, first_client, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
+from pfl_lightning.engines.vmap.merged import FEW, Merged
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
@@ -108,6 +110,7 @@ class Differentiator:
         precision: the Trainer's precision plugin.
         compiled: the compiled step; None runs each step uncompiled.
         padding: whether batches of several sizes may be computed at once.
+        merged: parts of nets that take the samples of all clients as one batch.
         slots: the module's slots.
         block: the clients; entries are read, and buffers among the entries updated.
         phase: the phase.
@@ -123,6 +126,7 @@ class Differentiator:
         precision: Precision,
         compiled: Compiled | None,
         padding: Padding,
+        merged: Merged,
         slots: Slots,
         block: Block,
         phase: Phase,
@@ -136,6 +140,7 @@ class Differentiator:
         self.precision = precision
         self.compiled = compiled
         self.padding = padding
+        self.merged = merged
         self.slots = slots
         self.block = block
         self.phase = phase
@@ -394,6 +399,8 @@ class Differentiator:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
+        if trial is None and self.merged.parts and self.phase.name not in self.merged.checked:
+            self._check_merged(entries, batch, index, members)
         at_once = partial(self._values, entries, batch, index, members, trial)
         values = (
             vectorised(self.attributes, self.slots, members[0], entries, at_once, alone) if trial is None else at_once()
@@ -406,6 +413,61 @@ class Differentiator:
             self._ones = torch.ones_like(loss)
         outputs = cast(Tensor, self._ones) if factors is None else factors
         return values, self._backward(loss, entries, outputs if share == 1 else outputs * share)
+
+    def _check_merged(self, entries: StateDict, batch: Batch, index: int, members: list[Member]) -> None:
+        """Refuse nets in parts for all clients at once if the first client alone has other results.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets, a row per client.
+            index: the step's number.
+            members: the clients.
+        """
+        self.merged.checked.add(self.phase.name)
+        members = members[:FEW]
+        given = {name: entry[:FEW].detach().clone() for name, entry in entries.items()}
+        for name in self.trained:
+            # Moved away from the received weights: at first half of the gradients of adapters are zeros.
+            given[name] = given[name] * 1.01 + 0.001
+        alone, streams = {name: entry[:1].clone() for name, entry in given.items()}, [m.stream.copy() for m in members]
+        stream = members[0].stream.copy()
+        batch = tree_map(lambda stack: stack[:FEW], batch)
+        try:
+            values, gradients = self._differentiate(given, batch, index, members, trial=streams)
+            expected = self._alone(alone, tree_map(lambda stack: stack[0], batch), index, members[0], stream)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        # Of any type: peft, transformers and layers of the user fail in their own ways.
+        except Exception as error:
+            self.merged.refuse(f"its net can't take all clients' samples as one batch ({reason_of(error)})")
+            return
+        rest = {name: entry[:1] for name, entry in given.items() if name not in self.trained}
+        values, gradients = ({name: t[:1].detach() for name, t in found.items()} for found in (values, gradients))
+        narrow = any(p.is_floating_point() and p.element_size() < 4 for p in self.module.parameters())
+        if not alike(Trial(values, gradients, rest, streams[:1]), expected, 0.1 if narrow else 1e-3):
+            self.merged.refuse("its net gives other results for all clients' samples as one batch")
+
+    def _alone(self, entries: StateDict, batch: Batch, index: int, member: Member, stream: Stream) -> Trial:
+        """Compute a step of one client without ``vmap`` and without effect.
+
+        Args:
+            entries: its entries, ``[1, ...]``, which the step may change.
+            batch: its inputs and targets.
+            index: the step's number.
+            member: the client.
+            stream: its stream to draw from.
+        """
+        with first_client(self.attributes, self.slots, member, entries):
+            current = {slot.name: slot.current for slot in self.slots}
+            stream.restore()
+            values = step_values(self.module, batch, index)
+            stream.keep()
+            leaves = [cast(Tensor, current[name]) for name in self.trained]
+            found = torch.autograd.grad(values["loss"], leaves, allow_unused=True)
+        gradients = {name: g[None] for name, g in zip(self.trained, found, strict=True) if g is not None}
+        rest = {name: cast(Tensor, t)[None] for name, t in current.items() if name in entries and name not in gradients}
+        rest = {name: t for name, t in rest.items() if name not in self.trained}
+        return Trial({name: value.detach()[None] for name, value in values.items()}, gradients, rest, [stream])
 
     def _by_sample(
         self,
@@ -479,7 +541,8 @@ class Differentiator:
 
         with forward(), streams:
             if sizes is None:
-                values = mapped(one, entries, batch, len(members))
+                with self.merged.at_once(streams):
+                    values = mapped(one, entries, batch, len(members))
             else:
                 values = mapped_by_sample(one, entries, batch, len(members), next(tensors(batch[1])).shape[1])
         if sizes is not None:

@@ -30,10 +30,14 @@ class Layers(TorchFunctionMode):
     classes: Tensor | None = None
     """The batch's class numbers, checked beforehand to be in range. torch's own cross-entropy looks for ignored samples
     at every call, and this batch has none."""
+    clients = 0
+    """Number of clients whose samples are one batch, outside of ``vmap`` (`Merged`); 0 under ``vmap``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call this file's version of a layer."""
         if func is F.linear:
+            if self.clients:
+                return linear_of_batch(self.clients, *args, **(kwargs or {}))
             return linear(*args, **(kwargs or {}))
         if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
             return cross_entropy(*args)
@@ -56,6 +60,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return output
     product = torch.matmul(input, weight.t())
     return product if bias is None else product + bias.to(product.dtype)
+
+
+def linear_of_batch(clients: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``torch.nn.functional.linear`` of a batch with all clients' samples, one client after another.
+
+    Args:
+        clients: number of clients.
+        input: inputs ``[clients * n, ..., in]``.
+        weight: ``[out, in]``, of one client or common.
+        bias: ``[out]`` likewise.
+    """
+    if not is_wrapped(weight):
+        return F.linear(input, weight, bias)
+    own = [unwrapped(entry).movedim(row_dimension(entry), 0) for entry in (weight, bias) if entry is not None]
+    rows = input.reshape(clients, -1, input.shape[-1])
+    if torch.is_autocast_enabled(input.device.type):
+        product = torch.matmul(rows, own[0].mT)
+        output = product if bias is None else product + own[1][:, None].to(product.dtype)
+    else:
+        output = cast(Tensor, StackLinear.apply(rows, *own))
+    return output.view(*input.shape[:-1], -1)
 
 
 def cross_entropy(input: Tensor, target: Tensor) -> Tensor:

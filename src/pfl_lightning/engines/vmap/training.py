@@ -25,6 +25,7 @@ from pfl_lightning.engines.vmap.block import Block, Plan
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator, Padding
+from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, RowsOptimizer, can_skip, rows_optimizers
 from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.engines.vmap.scales import Scales
@@ -37,14 +38,16 @@ class BlockTrainer:
     Args:
         sequential: the engine of one client, with the module.
         attributes: the module's attributes, which steps must not change.
+        merged: parts of nets that take the samples of all clients as one batch.
         compile: whether to compile steps.
     """
 
-    def __init__(self, sequential: Sequential, attributes: SharedAttributes, compile: bool) -> None:
+    def __init__(self, sequential: Sequential, attributes: SharedAttributes, merged: Merged, compile: bool) -> None:
         self.sequential = sequential
         self.module = sequential.module
         self.work = sequential.work
         self.attributes = attributes
+        self.merged = merged
         self._adjusts = overrides(self.module, "adjust_gradients")
         self._scaled = getattr(sequential.precision, "scaler", None) is not None
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
@@ -131,6 +134,7 @@ class BlockTrainer:
             self.sequential.precision,
             self.compiled,
             self.padding,
+            self.merged,
             slots,
             block,
             phase,
