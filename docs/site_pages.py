@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gallery
+import ideas
 from sphinx.application import Sphinx
 
 import pfl_lightning
@@ -189,11 +190,17 @@ def section(method: Method, row: dict[str, str]) -> str:
     return "\n".join(line for line in lines if line)
 
 
+def picture_of(method: Method, row: dict[str, str]) -> str:
+    """Return the picture of a method's idea as a block."""
+    described = {name: idea for family in gallery.families() for name, idea in family["methods"].items()}
+    return gallery.drawn(ideas.svg(method.name, described[method.name], row)) + "\n"
+
+
 def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
     rows = gallery.measured(PACKAGE / "methods" / "table.csv")
     title = ", ".join(method.name for method in methods)
-    sections = [section(method, rows[method.name]) for method in methods]
+    sections = [picture_of(method, rows[method.name]) + section(method, rows[method.name]) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     names = [known for name, known in public_names().items() if name.rpartition(".")[0] == module]

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import textwrap
+import xml.etree.ElementTree
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -258,10 +259,65 @@ def test_the_page_about_predictions(tmp_path, monkeypatch):
     assert torch.allclose(outputs, names["predicted"]["Bremen"].outputs, atol=1e-6)
 
 
-def test_each_method_is_in_one_family_and_the_readme_has_the_families(monkeypatch):
+@pytest.fixture
+def gallery(monkeypatch):
+    """The script that writes the gallery."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    gallery = importlib.import_module("gallery")
+    return importlib.import_module("gallery")
+
+
+def test_each_method_is_in_one_family_and_the_readme_has_the_families(gallery):
     named = Counter(name for family in gallery.families() for name in family["methods"])
     assert named == Counter(method.name for method in METHODS)
     assert [family["family"] for family in gallery.families()][-1] != "More methods", "add it to docs/families.yaml"
     assert (ROOT / "README.md").read_text() == gallery.written((ROOT / "README.md").read_text())
+
+
+def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
+    ideas = importlib.import_module("ideas")
+    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
+    described = {name: idea for family in gallery.families() for name, idea in family["methods"].items()}
+    known = {"net", "nets", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
+    for name, idea in described.items():
+        assert known.issuperset(idea), name
+        drawn = xml.etree.ElementTree.fromstring(ideas.svg(name, idea, rows[name]))
+        left, top, width, height = map(int, drawn.get("viewBox").split())
+        for box in drawn.iter("rect"):
+            x, y, wide, high = (float(box.get(key)) for key in ("x", "y", "width", "height"))
+            assert left <= x <= x + wide <= left + width and top <= y <= y + high <= top + height, name
+        # in letters of 5.5 units: the frame, and the server's box
+        assert len(idea.get("local", "")) <= 50 and len(idea.get("by", "")) <= 20, name
+        if idea.get("server") not in ("none", "ring"):
+            assert {idea.get("up", *ideas.travels(rows[name]["up"])[:1])} <= {
+                text.text.removeprefix("↑ ") for text in drawn.iter("text")
+            }, name
+        # pFedSim's server keeps each client's classifier
+        assert "P" not in idea.get("net", "").upper() or rows[name]["stays"] != "nothing" or name == "pFedSim", name
+
+
+def test_a_picture_shows_who_has_which_layers(gallery):
+    ideas = importlib.import_module("ideas")
+    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
+    idea = {"net": "SSP", "server": "none"}
+    drawn = xml.etree.ElementTree.fromstring(ideas.svg("FedPer", idea, rows["FedPer"]))
+    kinds = Counter(box.get("class") for box in drawn.iter("rect"))
+    assert kinds == {"shared": 6, "client0": 1, "client1": 1, "client2": 1}
+    # the highest box of a column is the classifier
+    assert min(drawn.iter("rect"), key=lambda box: float(box.get("y"))).get("class") == "client0"
+
+
+def test_cards_have_the_figures_of_the_tables(gallery):
+    figures = gallery.figures()
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert figures["kNN-Per"]["four hospitals"] == (
+        re.search(r"^\| kNN-Per \| 0.125 \| [^|]* \| ([^|]*) \|", results, re.MULTILINE)[1],
+        "../results.md#personalised-methods-at-the-hospitals",
+    )
+    assert figures["FENDA-FL"]["four hospitals"] == figures["PerFCL"]["four hospitals"]
+    levels = dict(re.findall(r"^\| (LG-FedAvg|Local) \| ([\d.± ]+) \| [\d.± ]+ \| *\| 0.0", results, re.MULTILINE))
+    assert figures["LG-FedAvg"]["digits, 20 rounds"][0] == f"{levels['LG-FedAvg']} % (Local {levels['Local']})"
+    assert {data for of in figures.values() for data in of} == {data for data, *_ in gallery.TABLES}
+    for address in {address for of in figures.values() for _, address in of.values()}:
+        page, anchor = address.removeprefix("../").split("#")
+        assert anchor in heads(ROOT / "docs" / page)
+    assert "Local" not in figures
