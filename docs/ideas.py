@@ -297,7 +297,7 @@ def svg(name: str, idea: dict[str, Any], row: dict[str, str]) -> str:
         drawn.append(path(f"M{CLIENTS[2]} 86V62H{CLIENTS[0]}V86m-3 -4l3 4l3 -4"))
         up, down = [], []
     elif kind != "none":
-        drawn.append('<rect x="92" y="2" width="116" height="64" rx="6" class="room"/>')
+        drawn.append('<rect x="89" y="2" width="122" height="64" rx="6" class="room"/>')
         drawn.append(server(idea))
         if idea.get("samples"):
             drawn.append(cylinder(183, 42))
