@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.optim import AdamW
 
 from command import QUIET, pfl
 from federations import fit
@@ -40,6 +41,21 @@ def shown(document: str) -> dict[str, Any]:
     return names
 
 
+@pytest.fixture
+def short(monkeypatch) -> list[int]:
+    """Let trainers of the documents run one round of one step; the rounds that each asks for."""
+    rounds: list[int] = []
+
+    class Short(FederatedTrainer):
+        def __init__(self, max_rounds: int, **kwargs: Any) -> None:
+            rounds.append(max_rounds)
+            quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+            super().__init__(max_rounds=1, local_steps=1, **quiet, **kwargs)
+
+    monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
+    return rounds
+
+
 def test_a_method_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = shown("CONTRIBUTING.md")
@@ -51,19 +67,104 @@ def test_a_method_of_ones_own(tmp_path, monkeypatch):
     assert ended.rows[-1]["train/loss"] > 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_snippet_of_the_first_page(page, tmp_path, monkeypatch):
+def test_the_command_of_a_method_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rounds: list[int] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    confident, median, _ = blocks("CONTRIBUTING.md")
+    Path("mine.py").write_text(confident + median)
+    (command,) = re.findall(r"```bash\npfl-lightning (.*?)\n```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    pfl(shlex.split(f"{command} --trainer.max_rounds 1 {QUIET}"))
+    assert list(Path("runs").glob("Confident+Median-Digits/*/rounds.csv"))
 
-    class Short(FederatedTrainer):
-        def __init__(self, max_rounds: int, **kwargs: Any) -> None:
-            rounds.append(max_rounds)
-            super().__init__(max_rounds=1, enable_progress_bar=False, enable_model_summary=False, **kwargs)
 
-    monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
+def test_the_configuration_of_a_table(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pandas", reason="needs the extra tables")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    Path("table.yaml").write_text(block)
+    with pytest.raises(SystemExit) as ended:
+        pfl("fit --model FedAvg --config table.yaml --print_config")
+    assert not ended.value.code
+    given = yaml.safe_load(block)["data"]
+    parsed = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert parsed["class_path"].endswith(given["class_path"])
+    assert parsed["init_args"]["preprocessing"]["dates"] == given["init_args"]["preprocessing"]["dates"]
+
+
+@pytest.mark.exhaustive
+def test_the_networks_of_others(short, tmp_path, monkeypatch):
+    torchvision = pytest.importorskip("torchvision", reason="needs torchvision")
+    monkeypatch.chdir(tmp_path)
+    # for the second block, which begins with a shape
+    names: dict[str, Any] = {"shape": (3, 64, 64)}
+    for block in blocks("docs/nets.md"):
+        exec(block, names)
+    assert short == [2] and isinstance(names["resnet"]((1, 8, 8), 10), torchvision.models.ResNet)
+
+
+@pytest.mark.exhaustive
+def test_the_language_models(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs the extra lm")
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("models/qwen")
+    tokens = torch.randint(0, 20, (12, 9))
+    names = {"tokens": tokens, "targets": tokens[:, 1:], "names": ["Anna", "Bert", "Cleo"] * 4, "vocabulary": 20}
+    for block in map(textwrap.dedent, python_of("docs/language_models.md")):
+        if "PeftModel" in block:
+            (adapters,) = Path("runs").glob("*/*/adapters")
+            Path("adapters").symlink_to(adapters)
+        exec(block, names)
+    assert names["model"].peft_config["default"].r == 8
+    assert {path.name for path in Path("adapters").iterdir()} == {"Anna", "Bert", "Cleo", "global"}
+    schedule = names["schedule"](AdamW([torch.nn.Parameter(torch.ones(1))], lr=3e-4))
+    assert schedule.get_last_lr() == pytest.approx([3e-5])
+
+
+BLOCKS = {
+    "README.md": "test_the_snippet_of_the_first_page",
+    "CONTRIBUTING.md": "test_a_method_of_ones_own, test_the_command_of_a_method_of_ones_own",
+    "docs/data.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/deployment.md": "a site's own class; a client's checkpoint, in tests/flower/test_export.py",
+    "docs/index.md": "test_the_snippet_of_the_first_page",
+    "docs/language_models.md": "test_the_language_models; its command: tests/data/sources/test_chat_data.py",
+    "docs/nets.md": "test_the_networks_of_others",
+    "docs/participation.md": "tests/selection/test_cohort_documents.py",
+    "docs/predict.md": "test_the_page_about_predictions",
+    "docs/privacy.md": "tests/privacy/test_privacy_document.py",
+    "docs/robustness.md": "tests/aggregators/means/test_robustness_document.py",
+}
+"""Pages with blocks of code between fences, and the tests that run these; indented commands run in test_commands.py."""
+
+
+def python_of(document: str) -> list[str]:
+    """Return the document's blocks of Python, in lists too."""
+    return re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_each_block_of_code_has_a_test():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    fenced = re.compile(r"^ *```(python|bash|yaml|console|sh)$", re.MULTILINE)
+    with_code = {
+        str(page.relative_to(ROOT))
+        for page in pages
+        if page.stem not in ("readme", "contributing") and fenced.search(page.read_text())
+    }
+    assert with_code == set(BLOCKS)
+    for told in BLOCKS.values():
+        for name in re.findall(r"\btest_\w+\b(?!\.py)", told):
+            assert name in globals(), name
+        for path in re.findall(r"tests/\S+\.py", told):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_snippet_of_the_first_page(page, short, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = shown(page)
-    assert rounds == [20] and isinstance(names["data"], Digits)
+    assert short == [20] and isinstance(names["data"], Digits)
 
 
 def commands(document: str) -> list[str]:
