@@ -102,7 +102,7 @@ def short(signature: str) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect the steps for signatures and docstrings, before napoleon and after it, which takes a value's words for its type."""
+    """Connect the steps: for signatures, and before and after napoleon, which takes a value's words for its type."""
     before: dict[str, list[str]] = {}
 
     def first(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

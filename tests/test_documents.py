@@ -1,5 +1,6 @@
 """What documents show as code runs."""
 
+import doctest
 import importlib
 import re
 import shlex
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -335,6 +337,16 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in heads(target), f"{link}#{anchor}"
 
 
+@pytest.mark.parametrize("document", PAGES)
+def test_addresses_of_other_sites_can_be_such(document):
+    """No network is needed: scheme, host and characters of each."""
+    text = (ROOT / document).read_text()
+    for address in re.findall(r"\]\((https?:[^)\s]*)\)|<(https?:[^>\s]*)>|(?<![(<`\w])(https?://[^\s)>`\]|,;]+)", text):
+        parts = urlsplit("".join(address).rstrip("."))
+        assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), address
+        assert re.fullmatch(r"[\w\-./~%()+:@]*", parts.path), address
+
+
 def test_the_page_about_predictions(tmp_path, monkeypatch):
     pytest.importorskip("pandas", reason="needs the extra tables")
     monkeypatch.chdir(tmp_path)
@@ -357,6 +369,12 @@ def test_each_method_is_in_one_family_and_the_readme_has_the_families(gallery):
     assert named == Counter(method.name for method in METHODS)
     assert [family["family"] for family in gallery.families()][-1] != "More methods", "add it to docs/families.yaml"
     assert (ROOT / "README.md").read_text() == gallery.written((ROOT / "README.md").read_text())
+
+
+def test_the_examples_of_the_gallery(gallery):
+    for module in (gallery, importlib.import_module("ideas")):
+        done = doctest.testmod(module)
+        assert done.attempted and not done.failed
 
 
 def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
