@@ -48,16 +48,14 @@ def families() -> list[dict[str, Any]]:
     known: list[dict[str, Any]] = yaml.safe_load((HERE / "families.yaml").read_text())
     named = {name for family in known for name in family["methods"]}
     rest = [method.name for method in METHODS if method.name not in named]
-    return known + (
-        [{"family": "More methods", "idea": "", "pays": "", "methods": {name: {} for name in rest}}] if rest else []
-    )
+    return known + ([{"family": "More methods", "idea": "", "pays": "", "methods": rest}] if rest else [])
 
 
 def table() -> str:
     """Return README's table: a row per family, with the first names of each."""
     rows = ["| family | methods |", "| --- | --- |"]
     for family in families():
-        names = list(family["methods"])
+        names = family["methods"]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         rows.append(f"| **{family['family']}**. {family['idea']} | {', '.join(names[:LISTED])}{more} |")
     return "\n".join(rows)
@@ -120,19 +118,13 @@ def figures() -> dict[str, dict[str, tuple[str, str]]]:
     return found
 
 
-def drawn(picture: str) -> str:
-    """Return a picture in HTML as a block of MyST."""
-    return f"```{{raw}} html\n{picture}\n```\n"
-
-
-def card(method: Method, row: dict[str, str], page: str, picture: str) -> str:
+def card(method: Method, row: dict[str, str], page: str) -> str:
     """Return a method's card: its idea as a picture and in words, its paper, its traffic, and figures of our tables.
 
     Args:
         method: the method.
         row: its row of methods/table.csv.
         page: the method's own page, relative to the gallery.
-        picture: the picture of its idea, in HTML.
     """
     paper = f"[{row['paper']}]({row['url']}). " if row["url"] else ""
     own = figures().get(method.name, {})
@@ -143,7 +135,7 @@ def card(method: Method, row: dict[str, str], page: str, picture: str) -> str:
     ]
     lines = [
         f":::{{grid-item-card}} [{method.name}]({page})\n",
-        drawn(picture),
+        ideas.picture(method.name, row),
         f"{idea(method)}\n",
         f"{paper}*Up: {row['up']}. Stays: {row['stays']}.*\n",
         f"**By the tables**: {'; '.join(pays)}.\n" if pays else "",
@@ -168,16 +160,13 @@ def gallery(pages: dict[str, str], rows: dict[str, dict[str, str]]) -> str:
         "Each picture has three clients, with their layers as boxes, and the server above; the arrows name the entries"
         " that travel. **By the tables**: figures with a sign are gains over training alone in points, with a 95 %"
         " interval or the share of clients that gain; a star: clear after Holm's correction.\n",
-        drawn(ideas.legend()),
+        ideas.block(ideas.legend()),
     ]
     for family in families():
         parts.append(f"## {family['family']}\n\n{family['idea']}\n")
         if family["pays"]:
             parts.append(f"**When it pays.** {family['pays']} [The tables](../{family['section']}).\n")
-        cards = "".join(
-            card(by_name[name], rows[name], pages[name], ideas.svg(name, picture, rows[name]))
-            for name, picture in family["methods"].items()
-        )
+        cards = "".join(card(by_name[name], rows[name], pages[name]) for name in family["methods"])
         parts.append(f"::::{{grid}} 1 2 3 3\n:gutter: 2\n\n{cards}::::\n")
     return "\n".join(parts)
 

@@ -1,11 +1,15 @@
 """Draws a method's idea: three clients as columns, layers as boxes, and the server with its rule above.
 
-Descriptions are in families.yaml, a line per method. A picture is a piece of HTML in the colours of the site's theme.
+Descriptions are in ideas.yaml, a line per method. A picture is a piece of HTML in the colours of the site's theme.
 """
 
 import math
+from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 WIDTH, HEIGHT = 300, 166
 CLIENTS = (50, 150, 250)
@@ -38,6 +42,12 @@ LETTERS = {
     "G": "a copy",
 }
 """Kinds of layers. A layer of normalisation or bias is a lower-case letter, and a point is a gap."""
+
+
+@cache
+def described() -> dict[str, dict[str, Any]]:
+    """Return the description of each method's picture."""
+    return yaml.safe_load((Path(__file__).parent / "ideas.yaml").read_text())
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -280,12 +290,28 @@ def words(name: str, idea: dict[str, Any], up: list[str], down: list[str]) -> st
     return f"{name}. {'; '.join(facts)}."
 
 
+def picture(name: str, row: dict[str, str]) -> str:
+    """Return a method's picture as a block of MyST; nothing without a description.
+
+    Args:
+        name: the method's name.
+        row: its row of methods/table.csv.
+    """
+    idea = described().get(name)
+    return "" if idea is None else block(svg(name, idea, row))
+
+
+def block(html: str) -> str:
+    """Return HTML as a block of MyST."""
+    return f"```{{raw}} html\n{html}\n```\n"
+
+
 def svg(name: str, idea: dict[str, Any], row: dict[str, str]) -> str:
     """Return the picture of a method's idea in one line of HTML.
 
     Args:
         name: the method's name.
-        idea: its line of families.yaml, with the keys described there; ``up`` takes the place of the table's word.
+        idea: its line of ideas.yaml, with the keys described there; ``up`` takes the place of the table's word.
         row: its row of methods/table.csv.
     """
     up = [idea["up"]] if "up" in idea else travels(row["up"])

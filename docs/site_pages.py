@@ -172,11 +172,12 @@ def to(part: type) -> str:
 
 
 def section(method: Method, row: dict[str, str]) -> str:
-    """Return how a method is run, its traffic, and where its results are."""
+    """Return the picture of a method's idea, how it is run, its traffic, and where its results are."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
+        ideas.picture(method.name, row),
         f"Paper: [{paper}]({url})\n" if paper else "",
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
         f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
@@ -190,17 +191,13 @@ def section(method: Method, row: dict[str, str]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def picture_of(method: Method, row: dict[str, str]) -> str:
-    """Return the picture of a method's idea as a block."""
-    described = {name: idea for family in gallery.families() for name, idea in family["methods"].items()}
-    return gallery.drawn(ideas.svg(method.name, described[method.name], row)) + "\n"
-
-
 def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
     rows = gallery.measured(PACKAGE / "methods" / "table.csv")
     title = ", ".join(method.name for method in methods)
-    sections = [picture_of(method, rows[method.name]) + section(method, rows[method.name]) for method in methods]
+    sections = [
+        ideas.picture(method.name, rows[method.name]) + "\n" + section(method, rows[method.name]) for method in methods
+    ]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     names = [known for name, known in public_names().items() if name.rpartition(".")[0] == module]

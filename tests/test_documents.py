@@ -380,7 +380,8 @@ def test_the_examples_of_the_gallery(gallery):
 def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
     ideas = importlib.import_module("ideas")
     rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
-    described = {name: idea for family in gallery.families() for name, idea in family["methods"].items()}
+    described = ideas.described()
+    assert set(described) == {method.name for method in METHODS}, "describe each method's picture in docs/ideas.yaml"
     known = {"net", "nets", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
     for name, idea in described.items():
         assert known.issuperset(idea), name

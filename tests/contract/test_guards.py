@@ -13,6 +13,7 @@ from torch.optim import SGD
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator, AggregatorList, FederatedTrainer, WeightedAverage
 from pfl_lightning.aggregators import FedAWA, FedDisco
+from pfl_lightning.aggregators.base import check_buffers
 from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedPer
@@ -457,6 +458,51 @@ def test_an_aggregate_without_a_dict_is_refused(together):
 
     with pytest.raises(MisconfigurationException, match=r"^Silent\.aggregate returned a NoneType; return a dict"):
         fit(make_client(), aggregator=AggregatorList([Silent()]) if together else Silent())
+
+
+class Carried(WeightedAverage):
+    """A server that moves all entries by half of the mean change, or only parameters, the buffers by its parent."""
+
+    def __init__(self, buffers):
+        super().__init__()
+        self.buffers = buffers
+
+    def setup(self, server):
+        super().setup(server)
+        names = server.weights if self.buffers else server.parameter_names(remove_duplicate=False)
+        self.names = list(names)
+
+    def aggregate(self, updates, round):
+        old = self.state["weights"]
+        logs = super().aggregate(updates, round)
+        mean = self.state["weights"]
+        self.state["weights"] = mean | {name: old[name] + 0.5 * (mean[name] - old[name]) for name in self.names}
+        return logs
+
+
+def test_a_server_that_makes_a_fraction_of_a_counter_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"^Carried\.aggregate left '.*batches_tracked'.*float32"):
+        fit(make_client(net=noisy), aggregator=Carried(buffers=True))
+    fit(make_client(net=noisy), aggregator=Carried(buffers=False))
+
+
+def test_a_negative_variance_ends_the_run_where_it_is_the_server_s_fault_alone():
+    class Negative(WeightedAverage):
+        def aggregate(self, updates, round):
+            super().aggregate(updates, round)
+            self.state["weights"] |= {n: -t for n, t in self.state["weights"].items() if n.endswith("running_var")}
+            return {}
+
+    with pytest.raises(MisconfigurationException, match=r"^Negative\.aggregate left 'net.*running_var'.*less than 0"):
+        fit(make_client(net=noisy), aggregator=Negative())
+
+
+def test_a_negative_variance_of_a_client_doesnt_end_the_federation_of_all_others():
+    name, variance = "net.body.1.running_var", torch.ones(2)
+    updates = {0: {"weights": {name: -3 * variance}}, 1: {"weights": {name: variance}}}
+    check_buffers({name: -variance}, {name: variance}, updates, "WeightedAverage")
+    with pytest.raises(MisconfigurationException, match="-1, less than 0"):
+        check_buffers({name: -variance}, {name: variance}, {1: updates[1]}, "WeightedAverage")
 
 
 def uploading(change, who):

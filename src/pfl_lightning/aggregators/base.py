@@ -91,6 +91,36 @@ def checked_logs(logs: Any, name: str) -> dict[str, float]:
     return logs
 
 
+def check_buffers(model: StateDict, initial: StateDict, updates: Updates, name: str) -> None:
+    """Check that a new global model's counters are whole numbers, and that no rule made a variance negative.
+
+    Args:
+        model: the global model, or a part of it.
+        initial: shared entries of the initial model.
+        updates: updates by client id. A variance that a client sent as negative is the client's, whoever it is, and
+            must not end the others' federation.
+        name: the aggregator's name.
+
+    Raises:
+        MisconfigurationException: if a counter became a fraction, or a variance negative.
+    """
+    for entry, first in initial.items():
+        if entry not in model:
+            continue
+        now, fault = model[entry], ""
+        if not first.is_floating_point() and now.is_floating_point():
+            fault = f"{now.dtype} in the place of {first.dtype}"
+        elif entry.endswith("running_var") and bool((now < 0).any()):
+            sent = [update["weights"][entry] for update in updates.values() if entry in update.get("weights", {})]
+            fault = "" if any(bool((tensor < 0).any()) for tensor in sent) else f"{now.min():.3g}, less than 0"
+        if fault:
+            raise MisconfigurationException(
+                f"{name}.aggregate left {entry!r}, a buffer of the net, as {fault}: weights has buffers too; change "
+                "entries for server.parameter_names(remove_duplicate=False) alone, and average the others by "
+                "super().aggregate."
+            )
+
+
 class Aggregator:
     """A method's server side: takes the updates of a round, and gives each client's next payload.
 

@@ -641,9 +641,9 @@ class ClientModule(LightningModule):
             if name not in own or own[name].shape != tensor.shape:
                 is_there = f"of shape {tuple(own[name].shape)}" if name in own else f"not in {sorted(own)}"
                 raise MisconfigurationException(
-                    f"client {self.client_id}, {type(self).__name__}.on_download: the server sent {name!r} of shape "
-                    f"{tuple(tensor.shape)}, which is {is_there} in the client's state_dict; let the aggregator send "
-                    "what upload gave it, by the same names."
+                    f"client {self.client_id}, {type(self).__name__}.assign: {name!r} of shape {tuple(tensor.shape)} "
+                    f"is {is_there} in the client's state_dict; take names from named_parameters(), and for entries of "
+                    "a payload, let the aggregator send what upload gave it, by the same names."
                 )
             own[name].copy_(tensor)
 

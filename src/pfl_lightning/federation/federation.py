@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
-from pfl_lightning.aggregators.base import Aggregator, Server, checked_logs
+from pfl_lightning.aggregators.base import Aggregator, Server, check_buffers, checked_logs
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
@@ -290,6 +290,8 @@ class Federation(LightningModule):
         shared = [shared_entries(module, state) for module, state in pairs]
         check_common(self._architectures, shared)
         self._shared = shared[0]
+        # looked for once: a server without a model of its own may compute one, which other nets needn't wait for
+        self._batch_norm = any(name.endswith("running_var") for name in self._shared)
         self._set_up_server(self.seed)
         if self.aggregator.turns([0], 0) is not None:
             self._check_turns()
@@ -776,6 +778,8 @@ class Federation(LightningModule):
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
         self._remembered.check("download or global_model")
         logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
+        if self._batch_norm:
+            check_buffers(self.aggregator.global_model(), self._shared, updates, self.aggregator.name)
         keep_own(self.aggregator.state, updates)
         self._remembered.check("aggregate")
         # Client states change only here, after aggregation, so that an interrupted round leaves no client half-updated.
