@@ -195,9 +195,7 @@ def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
     rows = gallery.measured(PACKAGE / "methods" / "table.csv")
     title = ", ".join(method.name for method in methods)
-    sections = [
-        ideas.picture(method.name, rows[method.name]) + "\n" + section(method, rows[method.name]) for method in methods
-    ]
+    sections = [section(method, rows[method.name]) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     names = [known for name, known in public_names().items() if name.rpartition(".")[0] == module]
