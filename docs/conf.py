@@ -9,6 +9,7 @@ import pfl_lightning
 
 project = "pfl-lightning"
 author = "pfl-lightning contributors"
+html_show_copyright = False
 version = release = pfl_lightning.__version__
 extensions = [
     "sphinx.ext.autodoc",

@@ -85,8 +85,24 @@ def to(found: Any, scope: Any, word: str) -> str:
     return f":py:obj:`{word} <{known}>`" if known else f"``{word}``"
 
 
+def short(signature: str) -> str:
+    """Return a signature with classes by their names alone, and functions as three points.
+
+    >>> short("(net=<class 'pfl_lightning.nets.cnn.CNN'>, shape=(1, 28, 28), optimizer=<function Module.<lambda>>)")
+    '(net=CNN, shape=(1, 28, 28), optimizer=...)'
+    >>> short("(rule=<Rule.last: 'last'>, lines=<built-in function len>)")
+    "(rule='last', lines=...)"
+
+    Args:
+        signature: the arguments, with defaults as Python prints them.
+    """
+    signature = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature)
+    signature = re.sub(r"<[\w.]+: ('\w+'|\d+)>", r"\1", signature)
+    return re.sub(r"<(?:built-in |bound )?(?:function|method) (?:<lambda>|[^<>])*>", "...", signature)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connects both steps: before napoleon reads sections, and after it, which takes a value's words for its type."""
+    """Connect the steps: for signatures, and before and after napoleon, which takes a value's words for its type."""
     before: dict[str, list[str]] = {}
 
     def first(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -98,6 +114,10 @@ def setup(app: Sphinx) -> dict[str, bool]:
         if what in OF_VALUES:
             lines[:] = before.pop(name)
 
+    def signed(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, returned: str) -> Any:
+        return (short(arguments), returned) if arguments else None
+
+    app.connect("autodoc-process-signature", signed)
     app.connect("autodoc-process-docstring", first, priority=400)
     app.connect("autodoc-process-docstring", last, priority=600)
     return {"parallel_read_safe": True}

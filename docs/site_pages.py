@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gallery
+import ideas
 from sphinx.application import Sphinx
 
 import pfl_lightning
@@ -171,11 +172,12 @@ def to(part: type) -> str:
 
 
 def section(method: Method, row: dict[str, str]) -> str:
-    """Return how a method is run, its traffic, and where its results are."""
+    """Return the picture of a method's idea, how it is run, its traffic, and where its results are."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
+        ideas.picture(method.name, row),
         f"Paper: [{paper}]({url})\n" if paper else "",
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
         f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",

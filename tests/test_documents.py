@@ -1,18 +1,23 @@
 """What documents show as code runs."""
 
+import doctest
 import importlib
 import re
 import shlex
 import subprocess
 import textwrap
+import xml.etree.ElementTree
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 import yaml
+from torch.optim import AdamW
 
 from command import QUIET, pfl
 from federations import fit
@@ -38,6 +43,21 @@ def shown(document: str) -> dict[str, Any]:
     return names
 
 
+@pytest.fixture
+def short(monkeypatch) -> list[int]:
+    """Let trainers of the documents run one round of one step; the rounds that each asks for."""
+    rounds: list[int] = []
+
+    class Short(FederatedTrainer):
+        def __init__(self, max_rounds: int, **kwargs: Any) -> None:
+            rounds.append(max_rounds)
+            quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+            super().__init__(max_rounds=1, local_steps=1, **quiet, **kwargs)
+
+    monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
+    return rounds
+
+
 def test_a_method_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = shown("CONTRIBUTING.md")
@@ -49,19 +69,104 @@ def test_a_method_of_ones_own(tmp_path, monkeypatch):
     assert ended.rows[-1]["train/loss"] > 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_snippet_of_the_first_page(page, tmp_path, monkeypatch):
+def test_the_command_of_a_method_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rounds: list[int] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    confident, median, _ = blocks("CONTRIBUTING.md")
+    Path("mine.py").write_text(confident + median)
+    (command,) = re.findall(r"```bash\npfl-lightning (.*?)\n```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    pfl(shlex.split(f"{command} --trainer.max_rounds 1 {QUIET}"))
+    assert list(Path("runs").glob("Confident+Median-Digits/*/rounds.csv"))
 
-    class Short(FederatedTrainer):
-        def __init__(self, max_rounds: int, **kwargs: Any) -> None:
-            rounds.append(max_rounds)
-            super().__init__(max_rounds=1, enable_progress_bar=False, enable_model_summary=False, **kwargs)
 
-    monkeypatch.setattr("pfl_lightning.FederatedTrainer", Short)
+def test_the_configuration_of_a_table(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pandas", reason="needs the extra tables")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    Path("table.yaml").write_text(block)
+    with pytest.raises(SystemExit) as ended:
+        pfl("fit --model FedAvg --config table.yaml --print_config")
+    assert not ended.value.code
+    given = yaml.safe_load(block)["data"]
+    parsed = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert parsed["class_path"].endswith(given["class_path"])
+    assert parsed["init_args"]["preprocessing"]["dates"] == given["init_args"]["preprocessing"]["dates"]
+
+
+@pytest.mark.exhaustive
+def test_the_networks_of_others(short, tmp_path, monkeypatch):
+    torchvision = pytest.importorskip("torchvision", reason="needs torchvision")
+    monkeypatch.chdir(tmp_path)
+    # for the second block, which begins with a shape
+    names: dict[str, Any] = {"shape": (3, 64, 64)}
+    for block in blocks("docs/nets.md"):
+        exec(block, names)
+    assert short == [2] and isinstance(names["resnet"]((1, 8, 8), 10), torchvision.models.ResNet)
+
+
+@pytest.mark.exhaustive
+def test_the_language_models(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs the extra lm")
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("models/qwen")
+    tokens = torch.randint(0, 20, (12, 9))
+    names = {"tokens": tokens, "targets": tokens[:, 1:], "names": ["Anna", "Bert", "Cleo"] * 4, "vocabulary": 20}
+    for block in map(textwrap.dedent, python_of("docs/language_models.md")):
+        if "PeftModel" in block:
+            (adapters,) = Path("runs").glob("*/*/adapters")
+            Path("adapters").symlink_to(adapters)
+        exec(block, names)
+    assert names["model"].peft_config["default"].r == 8
+    assert {path.name for path in Path("adapters").iterdir()} == {"Anna", "Bert", "Cleo", "global"}
+    schedule = names["schedule"](AdamW([torch.nn.Parameter(torch.ones(1))], lr=3e-4))
+    assert schedule.get_last_lr() == pytest.approx([3e-5])
+
+
+BLOCKS = {
+    "README.md": "test_the_snippet_of_the_first_page",
+    "CONTRIBUTING.md": "test_a_method_of_ones_own, test_the_command_of_a_method_of_ones_own",
+    "docs/data.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/deployment.md": "a site's own class; a client's checkpoint, in tests/flower/test_export.py",
+    "docs/index.md": "test_the_snippet_of_the_first_page",
+    "docs/language_models.md": "test_the_language_models; its command: tests/data/sources/test_chat_data.py",
+    "docs/nets.md": "test_the_networks_of_others",
+    "docs/participation.md": "tests/selection/test_cohort_documents.py",
+    "docs/predict.md": "test_the_page_about_predictions",
+    "docs/privacy.md": "tests/privacy/test_privacy_document.py",
+    "docs/robustness.md": "tests/aggregators/means/test_robustness_document.py",
+}
+"""Pages with blocks of code between fences, and the tests that run these; indented commands run in test_commands.py."""
+
+
+def python_of(document: str) -> list[str]:
+    """Return the document's blocks of Python, in lists too."""
+    return re.findall(r"^ *```python\n(.*?)^ *```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_each_block_of_code_has_a_test():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    fenced = re.compile(r"^ *```(python|bash|yaml|console|sh)$", re.MULTILINE)
+    with_code = {
+        str(page.relative_to(ROOT))
+        for page in pages
+        if page.stem not in ("readme", "contributing") and fenced.search(page.read_text())
+    }
+    assert with_code == set(BLOCKS)
+    for told in BLOCKS.values():
+        for name in re.findall(r"\btest_\w+\b(?!\.py)", told):
+            assert name in globals(), name
+        for path in re.findall(r"tests/\S+\.py", told):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_snippet_of_the_first_page(page, short, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = shown(page)
-    assert rounds == [20] and isinstance(names["data"], Digits)
+    assert short == [20] and isinstance(names["data"], Digits)
 
 
 def commands(document: str) -> list[str]:
@@ -179,29 +284,6 @@ def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             assert ended is None or not ended.value.code
 
 
-TASKS = {
-    "a hospital's CSV to a federation": "howto/table.md",
-    "a regression, with a chronological split": "howto/regression.md",
-    "AUROC and class weights": "howto/rare_classes.md",
-    "four methods compared, by site": "howto/by_site.md",
-    "a JPEG folder a client": "howto/image_folders.md",
-    "a list of Datasets with transforms": "howto/datasets.md",
-    "an own network": "howto/own_network.md",
-    "a sweep of mu over methods": "howto/sweep.md",
-    "W&B, TensorBoard, cosine": "howto/log.md",
-    "predict for new rows of a site": "howto/predict_rows.md",
-    "a sixth hospital that comes later": "howto/late_client.md",
-    "the confusion matrix of client 3": "howto/confusion.md",
-    "one client's model as a Lightning module": "howto/lightning_module.md",
-    "a method of one's own": "tutorials/own_method.ipynb",
-    "which method for which client": "advise.md",
-    "all settings of data": "data.md",
-    "sites that keep their data": "deployment.md",
-    "claims, commands and hardware": "reviewers.md",
-}
-"""Tasks of people who know nothing of this package, and the page of each."""
-
-
 def clicks(page: Path) -> set[Path]:
     """Return the pages that a page links to in its text."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)|^:link: (\S+)$", page.read_text(), re.MULTILINE)
@@ -209,11 +291,18 @@ def clicks(page: Path) -> set[Path]:
     return {(page.parent / target).resolve() for target in targets}
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_task_is_found_from_the_first_page_in_two_clicks(task):
-    first = clicks(ROOT / "docs" / "index.md")
-    second = {target for page in first if page.suffix == ".md" and page.exists() for target in clicks(page)}
-    assert (ROOT / "docs" / TASKS[task]).resolve() in first | second
+def test_each_task_is_found_from_the_first_page_in_two_clicks():
+    docs = ROOT / "docs"
+    page = (docs / "reviewers.md").read_text().partition("## How tasks are found")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!task|---)(.*?) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    targets = [re.findall(r"\]\((.*?)\)", first + second) for _, first, second in rows]
+    for path in targets:
+        places = [docs / "index.md", *(docs / target for target in path)]
+        assert len(places) in (2, 3)
+        for place, following in pairwise(places):
+            assert following.resolve() in clicks(place), f"{place} has no link to {following}"
+    # every page of the how-to guides is a task
+    assert {docs / target for path in targets for target in path} >= {*HOW_TO}
 
 
 MADE = ("method", "reference", "tutorials", "jupyter_execute", "readme.md", "contributing.md")
@@ -248,6 +337,16 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in heads(target), f"{link}#{anchor}"
 
 
+@pytest.mark.parametrize("document", PAGES)
+def test_addresses_of_other_sites_can_be_such(document):
+    """No network is needed: scheme, host and characters of each."""
+    text = (ROOT / document).read_text()
+    for address in re.findall(r"\]\((https?:[^)\s]*)\)|<(https?:[^>\s]*)>|(?<![(<`\w])(https?://[^\s)>`\]|,;]+)", text):
+        parts = urlsplit("".join(address).rstrip("."))
+        assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), address
+        assert re.fullmatch(r"[\w\-./~%()+:@]*", parts.path), address
+
+
 def test_the_page_about_predictions(tmp_path, monkeypatch):
     pytest.importorskip("pandas", reason="needs the extra tables")
     monkeypatch.chdir(tmp_path)
@@ -258,10 +357,73 @@ def test_the_page_about_predictions(tmp_path, monkeypatch):
     assert torch.allclose(outputs, names["predicted"]["Bremen"].outputs, atol=1e-6)
 
 
-def test_each_method_is_in_one_family_and_the_readme_has_the_families(monkeypatch):
+@pytest.fixture
+def gallery(monkeypatch):
+    """The script that writes the gallery."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    gallery = importlib.import_module("gallery")
+    return importlib.import_module("gallery")
+
+
+def test_each_method_is_in_one_family_and_the_readme_has_the_families(gallery):
     named = Counter(name for family in gallery.families() for name in family["methods"])
     assert named == Counter(method.name for method in METHODS)
     assert [family["family"] for family in gallery.families()][-1] != "More methods", "add it to docs/families.yaml"
     assert (ROOT / "README.md").read_text() == gallery.written((ROOT / "README.md").read_text())
+
+
+def test_the_examples_of_the_gallery(gallery):
+    for module in (gallery, importlib.import_module("ideas")):
+        done = doctest.testmod(module)
+        assert done.attempted and not done.failed
+
+
+def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
+    ideas = importlib.import_module("ideas")
+    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
+    described = ideas.described()
+    assert set(described) == {method.name for method in METHODS}, "describe each method's picture in docs/ideas.yaml"
+    known = {"net", "nets", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
+    for name, idea in described.items():
+        assert known.issuperset(idea), name
+        drawn = xml.etree.ElementTree.fromstring(ideas.svg(name, idea, rows[name]))
+        left, top, width, height = map(int, drawn.get("viewBox").split())
+        for box in drawn.iter("rect"):
+            x, y, wide, high = (float(box.get(key)) for key in ("x", "y", "width", "height"))
+            assert left <= x <= x + wide <= left + width and top <= y <= y + high <= top + height, name
+        # in letters of 5.5 units: the frame, and the server's box
+        assert len(idea.get("local", "")) <= 50 and len(idea.get("by", "")) <= 20, name
+        if idea.get("server") not in ("none", "ring"):
+            assert {idea.get("up", *ideas.travels(rows[name]["up"])[:1])} <= {
+                text.text.removeprefix("↑ ") for text in drawn.iter("text")
+            }, name
+        # pFedSim's server keeps each client's classifier
+        assert "P" not in idea.get("net", "").upper() or rows[name]["stays"] != "nothing" or name == "pFedSim", name
+
+
+def test_a_picture_shows_who_has_which_layers(gallery):
+    ideas = importlib.import_module("ideas")
+    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
+    idea = {"net": "SSP", "server": "none"}
+    drawn = xml.etree.ElementTree.fromstring(ideas.svg("FedPer", idea, rows["FedPer"]))
+    kinds = Counter(box.get("class") for box in drawn.iter("rect"))
+    assert kinds == {"shared": 6, "client0": 1, "client1": 1, "client2": 1}
+    # the highest box of a column is the classifier
+    assert min(drawn.iter("rect"), key=lambda box: float(box.get("y"))).get("class") == "client0"
+
+
+def test_cards_have_the_figures_of_the_tables(gallery):
+    figures = gallery.figures()
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert figures["kNN-Per"]["four hospitals"] == (
+        re.search(r"^\| kNN-Per \| 0.125 \| [^|]* \| ([^|]*) \|", results, re.MULTILINE)[1],
+        "../results.md#personalised-methods-at-the-hospitals",
+    )
+    assert figures["FENDA-FL"]["four hospitals"] == figures["PerFCL"]["four hospitals"]
+    last = results.partition("## All methods")[2].partition("## Defaults")[0]
+    levels = dict(re.findall(r"^\| (LG-FedAvg|Local) \| ([\d.± ]+) \|", last, re.MULTILINE))
+    assert figures["LG-FedAvg"]["digits, 20 rounds"][0] == f"{levels['LG-FedAvg']} % (Local {levels['Local']})"
+    assert {data for of in figures.values() for data in of} == {data for data, *_ in gallery.TABLES}
+    for address in {address for of in figures.values() for _, address in of.values()}:
+        page, anchor = address.removeprefix("../").split("#")
+        assert anchor in heads(ROOT / "docs" / page)
+    assert "Local" not in figures

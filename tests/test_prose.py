@@ -19,8 +19,6 @@ PAGES = [
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in ("readme", "contributing")),
     *sorted((ROOT / "docs" / "howto").glob("*.md")),
 ]
-STILL = {"deployment": 0.08}
-"""Shares of pointing words in pages that are still above the common bound."""
 QUESTION = re.compile(r"(What|Who|Whether|Where|How|Which|When)\b")
 
 
@@ -96,7 +94,7 @@ def prose(page):
 def test_pages_name_things_and_do_not_point(page):
     words = prose(page.read_text())
     # three words are allowed to pages of a few sentences
-    assert len(POINTING.findall(words)) <= max(3, STILL.get(page.stem, 0.025) * len(words.split()))
+    assert len(POINTING.findall(words)) <= max(3, 0.025 * len(words.split()))
 
 
 def test_the_prose_of_a_page_has_no_code_tables_and_addresses():

@@ -1,6 +1,7 @@
 """One run with Weights & Biases, offline, read back from its file."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import WandbLogger
 from command import QUIET, pfl
 from federations import fit, make_client, read_csv
 from pfl_lightning.callbacks import RoundLogger, WandbReport
+from pfl_lightning.callbacks.trackers import send_figure
 from pfl_lightning.methods import FedPer
 from wandb_files import records
 
@@ -146,3 +148,18 @@ def test_files_of_the_run_stay_together(logged):
     run, _, folder = logged
     assert run.folder.is_relative_to(folder.parent.parent)
     assert (run.folder / "rounds.csv").exists() and run.last.exists()
+
+
+def test_a_figure_is_sent_where_nothing_has_imported_pyplot(monkeypatch, tmp_path):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    class Seen(WandbLogger):
+        def log_image(self, key, images, *args, **kwargs):
+            seen.append((key, len(images), hasattr(matplotlib, "pyplot")))
+
+    seen: list[tuple[str, int, bool]] = []
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    monkeypatch.delattr(matplotlib, "pyplot", raising=False)
+    send_figure(Seen(save_dir=tmp_path, offline=True), "partition", Figure())
+    assert seen == [("partition", 1, True)]

@@ -23,9 +23,17 @@ def show_figure(trainer: Trainer, name: str, figure: "Figure") -> None:
     # Lightning's loggers have no common method for images
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.log_image(name, [figure])
+            send_figure(logger, name, figure)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, trainer.global_step)
+
+
+def send_figure(logger: WandbLogger, name: str, figure: "Figure") -> None:
+    """Log a figure to Weights & Biases as an image."""
+    # wandb.Image compares the figure with matplotlib.pyplot, and fails where nothing has imported pyplot
+    import matplotlib.pyplot  # noqa: F401
+
+    logger.log_image(name, [figure])
 
 
 def records(trainer: Trainer) -> list[RoundLogger]:

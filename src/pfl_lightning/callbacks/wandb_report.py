@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from pfl_lightning.callbacks.base import FederatedCallback
-from pfl_lightning.callbacks.trackers import flat_summary, outcome, records
+from pfl_lightning.callbacks.trackers import flat_summary, outcome, records, send_figure
 from pfl_lightning.data.description import amounts
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.plots import plot_partition
@@ -32,7 +32,7 @@ class WandbReport(FederatedCallback):
             best = f"{monitor.mode},last"
             logger.experiment.define_metric(f"val/{monitor.metric}", step_metric="round", summary=best)
             partition = plot_partition(amounts(federation.data), federation.data.client_names)
-            logger.log_image("partition", [partition])
+            send_figure(logger, "partition", partition)
             earlier = [row for record in records(trainer) for row in record.rows] if logger.experiment.offline else []
             for row in earlier:
                 logger.log_metrics(numbers(row), step=row["round"])
