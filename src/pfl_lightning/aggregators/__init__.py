@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.feddisco import FedDisco
     from pfl_lightning.methods.feddyn import DynamicAverage
     from pfl_lightning.methods.fedex_lora import ResidualAverage
+    from pfl_lightning.methods.fedexp import FedExP
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
@@ -98,6 +99,7 @@ __all__ = [
     "FedCross",
     "FedDF",
     "FedDisco",
+    "FedExP",
     "FedLAW",
     "FedNH",
     "FedPAC",
@@ -160,6 +162,7 @@ SERVERS = {
     "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",
+    "FedExP": "fedexp",
     "FedLAW": "fedlaw",
     "FedNH": "fednh",
     "FedPAC": "fedpac",
@@ -178,8 +181,8 @@ SERVERS = {
     "NormAverage": "hetlora",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
-    "PrototypeTables": "fedpcl",
     "ProductAverage": "flexlora",
+    "PrototypeTables": "fedpcl",
     "ResidualAverage": "fedex_lora",
     "SCAFFOLD": "scaffold",
     "StackedAverage": "flora",

@@ -15,6 +15,7 @@ from pfl_lightning.methods import (  # noqa: F401
     fedcross,
     feddf,
     feddisco,
+    fedexp,
     fedlaw,
     fedopt,
     fedrema,
@@ -40,6 +41,7 @@ from pfl_lightning.methods.fedcac import FedCAC
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
+from pfl_lightning.methods.feddecorr import FedDecorr
 from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddpa import FedDPA
@@ -133,6 +135,7 @@ __all__ = [
     "FedDBE",
     "FedDGGA",
     "FedDPA",
+    "FedDecorr",
     "FedDistill",
     "FedDyn",
     "FedETF",
