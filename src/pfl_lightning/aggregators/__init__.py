@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
     from pfl_lightning.methods.flexlora import ProductAverage
+    from pfl_lightning.methods.floco import SubregionAverage
     from pfl_lightning.methods.flora import StackedAverage
     from pfl_lightning.methods.hetlora import NormAverage
     from pfl_lightning.methods.ifca import ClusterModels
@@ -124,6 +125,7 @@ __all__ = [
     "ResidualAverage",
     "Server",
     "StackedAverage",
+    "SubregionAverage",
     "TrainablePrototypes",
     "WeightedAverage",
     "Weighting",
@@ -186,6 +188,7 @@ SERVERS = {
     "ResidualAverage": "fedex_lora",
     "SCAFFOLD": "scaffold",
     "StackedAverage": "flora",
+    "SubregionAverage": "floco",
     "TrainablePrototypes": "fedtgp",
 }
 """Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""

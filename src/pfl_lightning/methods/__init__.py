@@ -77,6 +77,7 @@ from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
 from pfl_lightning.methods.flexlora import FlexLoRA
+from pfl_lightning.methods.floco import FLOCO
 from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
@@ -106,6 +107,7 @@ __all__ = [
     "APFL",
     "APPLE",
     "FENDA",
+    "FLOCO",
     "FML",
     "GPFL",
     "IFCA",

@@ -166,6 +166,7 @@ METHODS = (
     Method("FedRoD", m.FedRoD),
     Method("FedGELA", m.FedGELA),
     Method("pFedFDA", m.PFedFDA),
+    Method("FLOCO", m.FLOCO),
     Method("FedALA", m.FedALA),
     Method("FedAMP", m.CloudProx, a.FedAMP),
     Method("pFedSim", m.FedAvg, a.PFedSim),
