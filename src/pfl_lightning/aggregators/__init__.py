@@ -19,6 +19,7 @@ from pfl_lightning.aggregators.weighted_average import (
 if TYPE_CHECKING:
     from pfl_lightning.methods.adaptive_fedprox import AdaptiveProximal
     from pfl_lightning.methods.apple import CorePool
+    from pfl_lightning.methods.ccvr import VirtualFeatures
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
     from pfl_lightning.methods.cyclic import CyclicTransfer
@@ -127,6 +128,7 @@ __all__ = [
     "StackedAverage",
     "SubregionAverage",
     "TrainablePrototypes",
+    "VirtualFeatures",
     "WeightedAverage",
     "Weighting",
     "client_weights",
@@ -190,6 +192,7 @@ SERVERS = {
     "StackedAverage": "flora",
     "SubregionAverage": "floco",
     "TrainablePrototypes": "fedtgp",
+    "VirtualFeatures": "ccvr",
 }
 """Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""
 

@@ -27,6 +27,7 @@ from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
+from pfl_lightning.methods.ccvr import CCVR
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
@@ -106,6 +107,7 @@ from pfl_lightning.methods.wdr import WDR
 __all__ = [
     "APFL",
     "APPLE",
+    "CCVR",
     "FENDA",
     "FLOCO",
     "FML",

@@ -137,6 +137,7 @@ METHODS = (
     Method("FedPM", m.FedPM),
     Method("FedNH", m.NormalizedHead, a.FedNH),
     Method("FedGen", m.FedGen),
+    Method("CCVR", m.CCVR),
     Method("FedLAW", m.FedAvg, a.FedLAW),
     Method("FedDF", m.FedAvg, a.FedDF),
     Method("L-DAWA", m.FedAvg, a.LDAWA),
