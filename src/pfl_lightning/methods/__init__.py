@@ -56,6 +56,7 @@ from pfl_lightning.methods.fedgh import FedGH
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
+from pfl_lightning.methods.fedlesam import FedLESAM
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
@@ -151,6 +152,7 @@ __all__ = [
     "FedIT",
     "FedKD",
     "FedLC",
+    "FedLESAM",
     "FedMD",
     "FedNTD",
     "FedNova",

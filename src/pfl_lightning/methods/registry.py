@@ -127,6 +127,7 @@ METHODS = (
     Method("DP-SCAFFOLD", m.DPScaffold),
     Method("FedDyn", m.FedDyn),
     Method("FedSAM", m.FedSAM),
+    Method("FedLESAM", m.FedLESAM),
     Method("FedLC", m.FedLC),
     Method("FedNTD", m.FedNTD),
     Method("MOON", m.MOON),
