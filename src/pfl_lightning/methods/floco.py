@@ -18,6 +18,7 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.knowledge_coefficients import project
+from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.base import find_output_layer
 from pfl_lightning.settings import Unpack
 
@@ -114,6 +115,8 @@ class FLOCO(FedAvg):
             raise MisconfigurationException(f"model.endpoints={endpoints} must be 1 (which is FedAvg) or more.")
         if not 0 <= rho < math.inf:
             raise MisconfigurationException(f"model.rho={rho} must be 0 (without draws) or more, such as 0.1.")
+        # first, as it refuses a classifier of other layers in its own words
+        feature_size(self.net)
         self.layer = find_output_layer(self, self.task.outputs)
         made = SimplexLinear(self.get_submodule(self.layer), endpoints, rho)
         self.set_submodule(self.layer, made)
@@ -209,7 +212,7 @@ def subregions(changes: Tensor, endpoints: int) -> Tensor:
     """Return each client's point of the simplex, ``[K, M]`` in float64.
 
     Args:
-        changes: what clients changed in all endpoints, ``[K, D]``.
+        changes: each client's change of all endpoints, ``[K, D]``.
         endpoints: M.
     """
     kappa = principal_scores(changes, endpoints)
