@@ -45,10 +45,10 @@ def decorrelation(features: Tensor) -> Tensor:
 class FedDecorr(FedAvg):
     r"""Adds :math:`\beta` times `decorrelation` of the batch's features to the client's loss.
 
-    The paper writes the term as :math:`\lVert K \rVert_F^2 / d^2`. The official code, whose results the paper reports,
-    is about N times that, without the constant of the diagonal, so that :math:`\beta` belongs to batches of its size,
-    which is 64. Features are all that the classifier receives. The term also applies to other methods' losses, by a
-    class such as ``class Both(FedDecorr, FedProx)``.
+    The formula is the official code's; the paper's text was not at hand. Its factor is near the batch size N, so that
+    :math:`\beta` belongs to the code's batches of 64, and the term is weaker in smaller ones. Features are all that the
+    classifier receives: with a linear net they are constants, and the method is `FedAvg`. The term also joins another
+    method's loss, by a class such as ``class Both(FedDecorr, FedProx)``.
     Source: Shi et al., 2023 (https://arxiv.org/abs/2210.00226); bytedance/FedDecorr@973e4af.
 
     Args:
