@@ -5,7 +5,8 @@ weight W_i of the output layer; alpha, of length M, are their shares in a layer;
 """
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -57,13 +58,13 @@ class SimplexLinear(nn.Module):
         found = centre.any()
         if not self.training:
             return torch.where(found, centre, 1 / size)
-        like = {"dtype": centre.dtype, "device": centre.device}
+        draw = partial(torch.rand, dtype=centre.dtype, device=centre.device)
         # the smallest number, against a division of 0 by 0
         least = torch.finfo(centre.dtype).tiny
         # exponential numbers over their sum are uniform on the simplex
-        numbers = -torch.log1p(-torch.rand(size, **like)) + least
-        u = 2 * torch.rand(size, **like) - 1
-        near = centre + self.radius * torch.rand((), **like) * u / u.abs().sum().clamp_min(least)
+        numbers = -torch.log1p(-draw(size)) + least
+        u = 2 * draw(size) - 1
+        near = centre + self.radius * draw(()) * u / u.abs().sum().clamp_min(least)
         # by `where` and not by `if`, so that many clients can run at once
         return torch.where(found, near, numbers / numbers.sum())
 
@@ -118,7 +119,7 @@ class FLOCO(FedAvg):
         # first, as it refuses a classifier of other layers in its own words
         feature_size(self.net)
         self.layer = find_output_layer(self, self.task.outputs)
-        made = SimplexLinear(self.get_submodule(self.layer), endpoints, rho)
+        made = SimplexLinear(cast(nn.Linear, self.get_submodule(self.layer)), endpoints, rho)
         self.set_submodule(self.layer, made)
 
     def is_shared(self, name: str) -> bool:
