@@ -393,6 +393,8 @@ def test_something_must_be_trained():
     for engine in ("sequential", "vectorised"):
         with pytest.raises(MisconfigurationException, match=r"FedRep trains in its phase 'body' are frozen"):
             fit(make_client(FedRep, net=frozen_body), engine=engine)
+        with pytest.raises(MisconfigurationException, match=r"it has no parameter of those that FedRep trains"):
+            fit(make_client(FedRep, net=linear), engine=engine)
 
 
 def frozen_head(input_shape, num_classes):

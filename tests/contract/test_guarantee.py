@@ -19,7 +19,7 @@ FIT = {
     *("AlternateTraining", "APFL", "Ditto", "FedALA", "FedAvg", "FedBABU", "FedBN", "FedClassAvg", "FedCP", "FedLC"),
     *("FedNTD", "FedPer", "FedPHP", "FedProx", "FedRep", "FedRoD", "FedSAM", "FedUV", "FML", "GPFL", "GrowingEpochs"),
     *("KNNPer", "LGFedAvg", "MOON", "PerFedAvg", "PFedMe", "WDR"),
-    *("FENDA", "FedETF", "FedGELA", "FedSR", "MRMTL", "PerFCL"),
+    *("FENDA", "FedDecorr", "FedETF", "FedGELA", "FedLESAM", "FedSR", "MRMTL", "PerFCL"),
     *("FedIT", "FFALoRA", "FedSALoRA", "FedDPA"),
 }
 """Client modules of which others learn by weights alone."""
@@ -28,6 +28,7 @@ REASONS = {
     "AlternateAlignment": "sends prototypes beside weights",
     "APPLE": "needs models and shares beside weights",
     "CloudProx": "doesn't set client_level",
+    "CCVR": "sends class_statistics beside weights",
     "ControlVariates": "sends control beside weights",
     "DPScaffold": "sends control beside weights",
     "Ensemble": "needs models beside weights",
@@ -40,6 +41,7 @@ REASONS = {
     "FedDyn": "needs mean_samples beside weights",
     "FedExLoRA": "doesn't set client_level",
     "FLoRA": "doesn't set client_level",
+    "FLOCO": "needs centre beside weights",
     "FlexLoRA": "doesn't set client_level",
     "HetLoRA": "doesn't set client_level",
     "RoLoRA": "doesn't set client_level",

@@ -22,6 +22,7 @@ from federations import (
 from pfl_lightning.aggregators import PrototypeTables
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPCL
+from pfl_lightning.nets import Net
 
 
 def table(seed, *classes):
@@ -162,3 +163,11 @@ def test_features_of_zeros_have_no_direction_and_no_nan():
 def test_a_temperature_out_of_range_is_refused_by_name():
     with pytest.raises(MisconfigurationException, match=r"model\.tau=0"):
         make_client(FedPCL, tau=0)
+
+
+def test_a_net_without_a_body_is_refused_by_name_before_the_first_round():
+    def linear(input_shape, num_classes):
+        return Net(nn.Identity(), nn.Linear(input_shape[0], num_classes))
+
+    with pytest.raises(MisconfigurationException, match=r"model\.net=Net has no parameter .* model FedPCL "):
+        fit(make_client(FedPCL, net=linear), max_rounds=1)

@@ -347,6 +347,21 @@ def fedyogi(log, beta2, **settings):
     return adaptive(log, lambda v, square: v - (1 - beta2) * square * torch.sign(v - square), **settings)
 
 
+@replays(m.FedAvg, servers.FedExP, server={"epsilon": 1e-4, "average_last": True})
+def fedexp(log, epsilon, average_last):
+    """Jhunjhunwala et al., 2023, with an epsilon that stays; the last model is the mean of the last two iterates."""
+    iterates, rates = [log.start], []
+    for t, cohort in log.rounds():
+        x = iterates[-1]
+        changes = {k: sgd(x, log.batches(t, k)) - x for k in cohort}
+        spread = sum(log.n[k] * changes[k] @ changes[k] for k in cohort) / sum(log.n[k] for k in cohort)
+        change = mean(changes, log.n)
+        rates.append(max(1.0, float(spread / (2 * (change @ change + epsilon)))))
+        iterates.append(x + rates[-1] * change)
+    assert max(rates) > 1.1
+    return End((iterates[-2] + iterates[-1]) / 2)
+
+
 MOMENTUM = {"optimizer": partial(SGD, lr=LR, momentum=0.6)}
 
 
@@ -474,6 +489,41 @@ def fedsam(log, rho, adaptive, eta):
                 e = rho * T**2 * g / (T * g).norm()
                 y[k] = y[k] - LR * slope(cross_entropy, y[k] + e, a, b)
         x = mean(y, log.n)
+    return End(x)
+
+
+@replays(m.FedLESAM, own={"rho": 0.3})
+def fedlesam(log, rho):
+    """Fan et al., 2024: the worst point near by is on the way back to the model that the client received before."""
+    x, old = log.start, defaultdict(lambda: log.start)
+    for t, cohort in log.rounds():
+        y = dict.fromkeys(cohort, x)
+        for k in cohort:
+            back = old[k] - x
+            e = rho * back / back.norm() if back.any() else back
+            for a, b in log.batches(t, k):
+                y[k] = y[k] - LR * slope(cross_entropy, y[k] + e, a, b)
+            old[k] = x
+        x = mean(y, log.n)
+    return End(x)
+
+
+@replays(m.FedDecorr, own={"beta": 0.4})
+def feddecorr(log, beta):
+    """Shi et al., 2023, by the official code: squared products of standardised features, off the diagonal."""
+
+    def loss(w, a, b):
+        h = features(w, a)
+        n, d = h.shape
+        if n == 1:
+            return cross_entropy(w, a, b)
+        z = (h - h.mean(0)) / (h.var(0) + 1e-8).sqrt()
+        products = [(z[:, i] @ z[:, j]) ** 2 for i in range(d) for j in range(d) if i != j]
+        return cross_entropy(w, a, b) + beta * sum(products) / len(products) / n
+
+    x = log.start
+    for t, cohort in log.rounds():
+        x = mean({k: sgd(x, log.batches(t, k), loss) for k in cohort}, log.n)
     return End(x)
 
 

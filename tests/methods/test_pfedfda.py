@@ -183,3 +183,11 @@ def test_what_it_cant_do_is_refused_by_name():
 
     with pytest.raises(MisconfigurationException, match=r"model\.net=Net has a classifier of Linear, Linear"):
         make_client(PFedFDA, net=deep)
+
+
+def test_a_net_without_a_body_is_refused_by_name_before_the_first_round():
+    def linear(input_shape, num_classes):
+        return Net(nn.Identity(), nn.Linear(input_shape[0], num_classes))
+
+    with pytest.raises(MisconfigurationException, match=r"model\.net=Net has no parameter .* model PFedFDA "):
+        fit(make_client(PFedFDA, net=linear), max_rounds=1)

@@ -19,6 +19,7 @@ from pfl_lightning.aggregators.weighted_average import (
 if TYPE_CHECKING:
     from pfl_lightning.methods.adaptive_fedprox import AdaptiveProximal
     from pfl_lightning.methods.apple import CorePool
+    from pfl_lightning.methods.ccvr import VirtualFeatures
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
     from pfl_lightning.methods.cyclic import CyclicTransfer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.feddisco import FedDisco
     from pfl_lightning.methods.feddyn import DynamicAverage
     from pfl_lightning.methods.fedex_lora import ResidualAverage
+    from pfl_lightning.methods.fedexp import FedExP
     from pfl_lightning.methods.fedfomo import AffinityPool
     from pfl_lightning.methods.fedgen import FeatureGenerator
     from pfl_lightning.methods.fedgh import GlobalHeader
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.fedselect import MaskedAverage
     from pfl_lightning.methods.fedtgp import TrainablePrototypes
     from pfl_lightning.methods.flexlora import ProductAverage
+    from pfl_lightning.methods.floco import SubregionAverage
     from pfl_lightning.methods.flora import StackedAverage
     from pfl_lightning.methods.hetlora import NormAverage
     from pfl_lightning.methods.ifca import ClusterModels
@@ -98,6 +101,7 @@ __all__ = [
     "FedCross",
     "FedDF",
     "FedDisco",
+    "FedExP",
     "FedLAW",
     "FedNH",
     "FedPAC",
@@ -122,7 +126,9 @@ __all__ = [
     "ResidualAverage",
     "Server",
     "StackedAverage",
+    "SubregionAverage",
     "TrainablePrototypes",
+    "VirtualFeatures",
     "WeightedAverage",
     "Weighting",
     "client_weights",
@@ -160,6 +166,7 @@ SERVERS = {
     "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",
+    "FedExP": "fedexp",
     "FedLAW": "fedlaw",
     "FedNH": "fednh",
     "FedPAC": "fedpac",
@@ -178,12 +185,14 @@ SERVERS = {
     "NormAverage": "hetlora",
     "NormalizedAverage": "fednova",
     "PFedSim": "pfedsim",
-    "PrototypeTables": "fedpcl",
     "ProductAverage": "flexlora",
+    "PrototypeTables": "fedpcl",
     "ResidualAverage": "fedex_lora",
     "SCAFFOLD": "scaffold",
     "StackedAverage": "flora",
+    "SubregionAverage": "floco",
     "TrainablePrototypes": "fedtgp",
+    "VirtualFeatures": "ccvr",
 }
 """Server sides of methods, each with the module of `pfl_lightning.methods` that defines it."""
 

@@ -118,7 +118,8 @@ class ClientModule(LightningModule):
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
     requires: ClassVar[frozenset[str]] = frozenset()
-    """Requirements on data and net: ``classes``, one a sample; ``vector features`` ``[n, d]``; lora ``adapters``."""
+    """Requirements on data and net: ``classes``, one a sample; ``vector features`` ``[n, d]``; a ``body``; lora
+    ``adapters``. A net with a body has parameters to train in its ``features``."""
     pools: ClassVar[bool] = False
     """True if one client trains for all in each round, on the training samples of all clients."""
     client_level: ClassVar[bool] = False

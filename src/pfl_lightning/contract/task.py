@@ -35,8 +35,8 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         data: the data module, set up.
 
     Raises:
-        MisconfigurationException: if the tasks differ, the net lacks adapters that the method is about, or the net's
-            outputs aren't those that task and method need.
+        MisconfigurationException: if the tasks differ, the net lacks adapters or a body that the method is about, or
+            its outputs aren't those that task and method need.
     """
     if module.task != data.task:
         raise MisconfigurationException(
@@ -48,6 +48,12 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         raise MisconfigurationException(
             f"model {type(module).__name__} is about low-rank adapters, and model.net={name} has none (no lora_A and "
             "lora_B); take the net Adapted, or a model of peft, or a method for any net, such as FedAvg."
+        )
+    if "body" in module.requires and not any(parameter.requires_grad for parameter in module.net.features.parameters()):
+        raise MisconfigurationException(
+            f"model.net={name} has no parameter to train below its classifier (net.features), and model "
+            f"{type(module).__name__} trains these alone; take a net with a body, such as CNN or MLP with hidden=[64], "
+            "or a method that trains the classifier too, such as FedAvg."
         )
     if data.at_sites:
         # the server of a deployment has no samples; each site checks for itself

@@ -15,6 +15,7 @@ from pfl_lightning.methods import (  # noqa: F401
     fedcross,
     feddf,
     feddisco,
+    fedexp,
     fedlaw,
     fedopt,
     fedrema,
@@ -26,6 +27,7 @@ from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
+from pfl_lightning.methods.ccvr import CCVR
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
@@ -40,6 +42,7 @@ from pfl_lightning.methods.fedcac import FedCAC
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.fedcp import FedCP
 from pfl_lightning.methods.feddbe import FedDBE
+from pfl_lightning.methods.feddecorr import FedDecorr
 from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddpa import FedDPA
@@ -53,6 +56,7 @@ from pfl_lightning.methods.fedgh import FedGH
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
+from pfl_lightning.methods.fedlesam import FedLESAM
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
@@ -75,6 +79,7 @@ from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
 from pfl_lightning.methods.flexlora import FlexLoRA
+from pfl_lightning.methods.floco import FLOCO
 from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
@@ -103,7 +108,9 @@ from pfl_lightning.methods.wdr import WDR
 __all__ = [
     "APFL",
     "APPLE",
+    "CCVR",
     "FENDA",
+    "FLOCO",
     "FML",
     "GPFL",
     "IFCA",
@@ -133,6 +140,7 @@ __all__ = [
     "FedDBE",
     "FedDGGA",
     "FedDPA",
+    "FedDecorr",
     "FedDistill",
     "FedDyn",
     "FedETF",
@@ -144,6 +152,7 @@ __all__ = [
     "FedIT",
     "FedKD",
     "FedLC",
+    "FedLESAM",
     "FedMD",
     "FedNTD",
     "FedNova",

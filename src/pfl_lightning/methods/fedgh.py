@@ -3,13 +3,16 @@
 Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 """
 
+from collections.abc import Collection
+
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
 from torch.func import functional_call
 from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator, Server
-from pfl_lightning.client import CLASSIFIER
+from pfl_lightning.client import CLASSIFIER, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import class_means, stacked
@@ -82,29 +85,14 @@ class GlobalHeader(Aggregator):
         """Train the classifier; log the mean loss of the last pass."""
         if not updates or not self.server_epochs:
             return {}
-        module = self.server.module
         features, target = stacked(updates, "prototypes")
-        features, target = features.to(module.device), target.to(module.device)
-        # copies on the clients' device: the module's own weights are the last client's, and stay
-        entries = {name: tensor.to(module.device, copy=True) for name, tensor in self.state["weights"].items()}
-        trained = [entries[name].requires_grad_() for name in self.names]
-        # the classifier's entries by their names within it, as functional_call takes them
-        head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}
-        optimizer = self.optimizer(trained)
+        optimizer, passes = self.optimizer, (self.server_epochs, self.batch_size)
         # a function of seed and round, so that a resumed run draws the same batches
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgh", round))
-        for _ in range(self.server_epochs):
-            losses = []
-            for rows in torch.split(torch.randperm(len(target), generator=generator), self.batch_size):
-                with on_batch_statistics(module):
-                    logits = functional_call(module.net.classifier, head, (features[rows].to(trained[0]),))
-                loss = module.task.loss(logits, target[rows])
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
-                optimizer.step()
-                losses.append(float(loss.detach()) * len(rows))
-        self.state["weights"] = detached(entries)
-        return {"header_loss": sum(losses) / len(target)}
+        self.state["weights"], loss = fit_classifier(
+            self.server.module, self.state["weights"], self.names, features, target, optimizer, passes, generator
+        )
+        return {"header_loss": loss}
 
     def download(self, client: int) -> Message:
         """Return the classifier."""
@@ -114,3 +102,46 @@ class GlobalHeader(Aggregator):
         """Return the classifier, as a part of a model."""
         weights: StateDict = self.state["weights"]
         return weights
+
+
+def fit_classifier(
+    module: ClientModule,
+    weights: StateDict,
+    names: Collection[str],
+    features: Tensor,
+    target: Tensor,
+    optimizer: OptimizerCallable,
+    passes: tuple[int, int],
+    generator: torch.Generator,
+) -> tuple[StateDict, float]:
+    """Return a classifier trained on features, with the task's loss, and its mean loss in the last pass.
+
+    Args:
+        module: the server's client module, in whose net the classifier's layers are; unchanged.
+        weights: the classifier's entries, by their names in ``module``.
+        names: those of them that are trained.
+        features: ``[n, d]``.
+        target: class numbers ``[n]``.
+        optimizer: builds the optimizer.
+        passes: number of passes over the features, at least 1, and of samples in a batch.
+        generator: for the order of samples.
+    """
+    features, target = features.to(module.device), target.to(module.device)
+    # copies on the clients' device: the module's own weights are the last client's, and stay
+    entries = {name: tensor.to(module.device, copy=True) for name, tensor in weights.items()}
+    trained = [entries[name].requires_grad_() for name in names]
+    # the classifier's entries by their names within it, as functional_call takes them
+    head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}
+    steps = optimizer(trained)
+    losses: list[float] = []
+    for _ in range(passes[0]):
+        losses.clear()
+        for rows in torch.split(torch.randperm(len(target), generator=generator), passes[1]):
+            with on_batch_statistics(module):
+                logits = functional_call(module.net.classifier, head, (features[rows].to(trained[0]),))
+            loss = module.task.loss(logits, target[rows])
+            steps.zero_grad()
+            torch.autograd.backward(loss)
+            steps.step()
+            losses.append(float(loss.detach()) * len(rows))
+    return detached(entries), sum(losses) / len(target)

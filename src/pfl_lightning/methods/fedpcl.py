@@ -54,7 +54,7 @@ class FedPCL(Local):
     sends = frozenset({"prototypes"})
     needs = frozenset({"prototypes", "tables"})
 
-    requires = frozenset({"classes", "vector features"})
+    requires = frozenset({"classes", "vector features", "body"})
     tables: Tensor
     own: Tensor
     has: Tensor

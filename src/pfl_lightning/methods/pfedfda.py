@@ -63,7 +63,7 @@ class PFedFDA(FedAvg):
     sends = FedAvg.sends | {"class_means", "covariance"}
     needs = FedAvg.needs | {"class_means", "covariance"}
 
-    requires = frozenset({"classes", "vector features"})
+    requires = frozenset({"classes", "vector features", "body"})
     means: Tensor
     covariance: Tensor
     weight: Tensor
