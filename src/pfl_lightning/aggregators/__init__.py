@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.cyclic import CyclicTransfer
     from pfl_lightning.methods.fedamp import FedAMP
     from pfl_lightning.methods.fedas import FisherAverage
+    from pfl_lightning.methods.fedasync import FedAsync
     from pfl_lightning.methods.fedawa import FedAWA
     from pfl_lightning.methods.fedawa_l import FedAWAL
+    from pfl_lightning.methods.fedbuff import FedBuff
     from pfl_lightning.methods.fedcac import CriticalAverage
     from pfl_lightning.methods.fedcross import FedCross
     from pfl_lightning.methods.feddbe import DomainConsensus
@@ -94,7 +96,9 @@ __all__ = [
     "FedAWAL",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvgM",
+    "FedBuff",
     "FedCross",
     "FedDF",
     "FedDisco",
@@ -156,7 +160,9 @@ SERVERS = {
     "FedAWAL": "fedawa_l",
     "FedAdagrad": "fedopt",
     "FedAdam": "fedopt",
+    "FedAsync": "fedasync",
     "FedAvgM": "fedopt",
+    "FedBuff": "fedbuff",
     "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",

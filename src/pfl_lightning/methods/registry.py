@@ -118,6 +118,8 @@ METHODS = (
     Method("FedAdagrad", m.FedAvg, a.FedAdagrad),
     Method("FedAdam", m.FedAvg, a.FedAdam),
     Method("FedYogi", m.FedAvg, a.FedYogi),
+    Method("FedBuff", m.FedAvg, a.FedBuff),
+    Method("FedAsync", m.FedProx, a.FedAsync),
     Method("FedCross", m.FedAvg, a.FedCross),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),
