@@ -889,8 +889,9 @@ class Federation(LightningModule):
         if self.options.schedule is not None:
             if any(part.reads_arrivals for part in parts_of(self.aggregator)):
                 updates = self._with_arrivals(updates, plan, stale)
-            self.metrics |= {SIMULATED: plan.seconds}
-            self.metrics |= {"staleness": sum(stale.values()) / len(stale) if stale else math.nan} if plan.sent else {}
+            self.metrics[SIMULATED] = plan.seconds
+            if plan.sent and stale:
+                self.metrics["staleness"] = sum(stale.values()) / len(stale)
         self.call("on_aggregate_start", updates)
         start, splits_after = time.perf_counter(), self.options.splits_after
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
