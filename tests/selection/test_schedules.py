@@ -8,9 +8,11 @@ from torch.optim import SGD
 
 from federations import Pause, Shuffled, Spy, blobs, equal, fit, make_client, near, noisy, same_end, untimed
 from pfl_lightning import WeightedAverage
-from pfl_lightning.aggregators import FedAsync, FedBuff
+from pfl_lightning.aggregators import CyclicTransfer, FedAsync, FedBuff
+from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.compression import TopK
 from pfl_lightning.data import InputDrift
+from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.methods import FedPer, Pooled
 from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
 from pfl_lightning.selection import Asynchronous, Availability, Oort, Poisson, Synchronous
@@ -134,7 +136,7 @@ def test_order_of_clients_and_a_pause_with_clients_at_work_change_no_bit(method,
     shuffled = run(engine=Shuffled)
     assert same_end(whole, shuffled) and times(whole) == times(shuffled)
     run(tmp_path, callbacks=[Pause(2)])
-    resumed = run(tmp_path, ckpt_path="last")
+    resumed = run(tmp_path, ckpt_path="last", client_states="disk")
     assert same_end(whole, resumed) and times(resumed)[2:] == times(whole)[2:]
 
 
@@ -324,6 +326,11 @@ def test_enough_is_a_share_or_a_number():
     assert [enough(share, 13, 13) for share in (1.0, 0.5, 10)] == [13, 7, 10]
 
 
+def test_sites_have_clocks_of_their_own():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.schedule=Synchronous .* min-results"):
+        FederationOptions(engine=lambda *_: [], schedule=Synchronous())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -392,9 +399,15 @@ def test_a_wrong_table_is_refused(tmp_path, text):
             {"schedule": Asynchronous(buffer=2), "data": blobs(input_drift=[InputDrift(start=2, shift=0.5)])},
             "data.input_drift",
         ),
+        (make_client, {"schedule": Asynchronous(buffer=2), "callbacks": [SignFlip(fraction=0.5)]}, "SignFlip"),
+        (
+            make_client,
+            {"schedule": Asynchronous(buffer=2), "aggregator": CyclicTransfer()},
+            "aggregator=CyclicTransfer",
+        ),
     ],
 )
-def test_what_a_clock_does_not_fit_is_refused(model, settings, named):
+def test_settings_that_a_clock_does_not_fit_are_refused(model, settings, named):
     with pytest.raises(MisconfigurationException) as refused:
         fit(model(), **settings)
     assert named in str(refused.value) and "\n" not in str(refused.value)

@@ -231,6 +231,8 @@ class Federation(LightningModule):
             or options.compression is not None
             or options.secure_sum is not None
             or self.aggregator.turns([0], 0) is not None
+            # each update counts by its own staleness
+            or (options.schedule is not None and any(part.reads_arrivals for part in parts))
             or any(getattr(cast(Any, reader).__self__, "reads_updates", True) for reader in readers)
         ):
             return None

@@ -39,6 +39,7 @@ class FedBuff(FedAvgM):
 
     reads_arrivals = True
     example_level = True
+    sums_only = True
 
     def __init__(
         self,
