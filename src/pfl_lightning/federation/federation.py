@@ -384,6 +384,8 @@ class Federation(LightningModule):
 
     def _say_if_stale(self) -> None:
         """Log a line if updates are stale and the server takes them as fresh, or if it weighs updates never stale."""
+        if not self._fitting:
+            return
         reads = any(part.reads_arrivals for part in parts_of(self.aggregator))
         stale, name = isinstance(self.options.schedule, Asynchronous), self.aggregator.name
         if stale and not reads:

@@ -261,7 +261,8 @@ class FederationOptions:
         if self.local_steps is not None:
             return self.local_steps * self.accumulate * min(batch_size, size)
         batches = ceil(size / batch_size)
-        limit = self.limit if is_count(self.limit) else max(1, int(self.limit * batches))
+        # a share is rounded down, as in the order of an epoch
+        limit = int(self.limit) if is_count(self.limit) else max(1, int(self.limit * batches))
         return (self.local_epochs or 1) * min(size, limit * batch_size)
 
     def evaluation_size(self, num_clients: int) -> int:
