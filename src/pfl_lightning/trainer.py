@@ -49,7 +49,7 @@ from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_status import is_bare
-from pfl_lightning.selection import Selection, Uniform
+from pfl_lightning.selection import Schedule, Selection, Uniform
 from pfl_lightning.settings import Unpack, is_count
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
 
@@ -137,6 +137,9 @@ class FederatedTrainer(Trainer):
             of several ranks are equal to those of one up to rounding.
         cohort: the rule that chooses a round's clients, such as ``PowerOfChoice``; None is `Uniform`, which draws
             ``clients_per_round`` clients with equal probability.
+        schedule: a simulated clock of device speeds, which decides which updates a round has: `Synchronous`, for
+            over-selection, dropouts and simulated time, or `Asynchronous`, under which ``clients_per_round`` clients
+            train at once and nobody waits; None counts all of the round's updates, without a clock.
         example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
             trains without.
         compression: compression of clients' updates, such as ``TopK``; None sends whole weights.
@@ -185,6 +188,7 @@ class FederatedTrainer(Trainer):
         limit_train_batches: int | float | None = None,
         evaluate_clients: int | float = 1.0,
         checkpoint_common: bool = True,
+        schedule: Schedule | None = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
@@ -218,6 +222,7 @@ class FederatedTrainer(Trainer):
             accumulate=accumulate_grad_batches,
             limit=1.0 if limit_train_batches is None else limit_train_batches,
             checkpoint_common=checkpoint_common,
+            schedule=schedule,
         )
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None

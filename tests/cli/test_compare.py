@@ -478,6 +478,19 @@ def test_what_a_target_costs(stand_in):
         ["never", "never", "never"],
     ]
     assert any(line.startswith("To a target") for line in lines)
+    # a clock of devices adds up beside the measured time, and runs without one have no such cost
+    (path,) = (OUT / "FedPer").glob("*/*/*/rounds.csv")
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([f"{first},time/simulated", *(f"{line},1000" for line in others)]) + "\n")
+    columns[1] = "last, seconds to 60, simulated seconds to 60"
+    with pytest.raises(SystemExit):
+        pfl(["compare", "--methods", *rounds, "--data", "Digits", *columns])
+    lines = (OUT / "comparison.md").read_text().splitlines()
+    assert [line.strip("| ").split(" | ")[2:] for line in lines[2:5]] == [
+        ["5.0", "-"],
+        ["4.5", "2000.0"],
+        ["never", "-"],
+    ]
 
 
 def test_columns_of_several_rounds_want_as_many(stand_in):

@@ -8,7 +8,8 @@ import pytest
 from command import QUIET, pfl
 from federations import Spy, blobs, fit, make_client, read_csv
 from pfl_lightning import selection
-from pfl_lightning.selection import Selection
+from pfl_lightning.selection import Asynchronous, Schedule, Selection, Synchronous
+from pfl_lightning.settings import parameters_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "participation.md").read_text()
 COMMANDS = re.findall(r"^    pfl-lightning (.*)$", PAGE, re.MULTILINE)
@@ -22,7 +23,7 @@ def test_each_command(line, tmp_path, monkeypatch):
     pfl(f"{line} {QUIET} --trainer.max_rounds 1")
     (path,) = Path("runs").glob("*/version_0/rounds.csv")
     (row,) = read_csv(path)
-    assert int(row["clients"]) == 3 or "Poisson" in line
+    assert int(row["clients"]) == (1 if "fedasync" in line else 3) or "Poisson" in line
 
 
 def test_a_choice_of_ones_own():
@@ -47,8 +48,13 @@ def test_a_table_of_clients_that_come_and_go(tmp_path, monkeypatch):
 
 
 def test_all_choices_are_in_its_table():
-    named = set(re.findall(r"^\| \[?`(\w+)`", PAGE, re.MULTILINE))
-    there = {
-        name for name, value in vars(selection).items() if isinstance(value, type) and issubclass(value, Selection)
-    }
-    assert named == there - {"Selection"}
+    choices, _, clock = PAGE.partition("## On a clock of devices")
+    for part, kind in ((choices, Selection), (clock, Schedule)):
+        named = set(re.findall(r"^\| \[?`(\w+)`", part, re.MULTILINE)) - {"aggregator", "FedBuff", "FedAsync"}
+        there = {name for name, value in vars(selection).items() if isinstance(value, type) and issubclass(value, kind)}
+        assert named == there - {kind.__name__}
+
+
+def test_all_settings_of_schedules_are_told():
+    settings = parameters_of(Synchronous()).keys() | parameters_of(Asynchronous()).keys()
+    assert {name for name in settings if f"`schedule.{name}" in PAGE} == settings - {"self", "kwargs"}

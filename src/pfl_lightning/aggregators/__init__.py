@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.cyclic import CyclicTransfer
     from pfl_lightning.methods.fedamp import FedAMP
     from pfl_lightning.methods.fedas import FisherAverage
+    from pfl_lightning.methods.fedasync import FedAsync
     from pfl_lightning.methods.fedawa import FedAWA
     from pfl_lightning.methods.fedawa_l import FedAWAL
+    from pfl_lightning.methods.fedbuff import FedBuff
     from pfl_lightning.methods.fedcac import CriticalAverage
     from pfl_lightning.methods.fedcross import FedCross
     from pfl_lightning.methods.feddbe import DomainConsensus
@@ -97,7 +99,9 @@ __all__ = [
     "FedAWAL",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvgM",
+    "FedBuff",
     "FedCross",
     "FedDF",
     "FedDisco",
@@ -162,7 +166,9 @@ SERVERS = {
     "FedAWAL": "fedawa_l",
     "FedAdagrad": "fedopt",
     "FedAdam": "fedopt",
+    "FedAsync": "fedasync",
     "FedAvgM": "fedopt",
+    "FedBuff": "fedbuff",
     "FedCross": "fedcross",
     "FedDF": "feddf",
     "FedDisco": "feddisco",

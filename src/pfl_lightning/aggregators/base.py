@@ -177,6 +177,13 @@ class Aggregator:
     The newcomer then does one round of local work, of which nothing but the update is kept, for `welcome`.
     """
 
+    reads_arrivals: bool = False
+    """True if it reads the entry ``arrival`` of updates, which ``trainer.schedule`` adds at the server.
+
+    The entry has ``place``, the place in the round's order of arrival from 0; ``staleness``, the number of the server's
+    steps since the client's start; and ``weights``, from which the client started.
+    """
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # claims about privacy hold for the code of one class: a subclass's code may break them, so it must claim them

@@ -224,21 +224,30 @@ def mean_model(updates: Updates, weights: Mapping[int, float]) -> StateDict:
     return weighted_mean([update["weights"] for update in updates.values()], [weights[client] for client in updates])
 
 
-def moved_model(updates: Updates, weights: Mapping[int, float], model: StateDict, names: Iterable[str]) -> StateDict:
-    r"""Return a model moved by the clients' weighted changes: :math:`x + \sum_k \lambda_k (w_k - x)`.
+def moved_model(
+    updates: Updates,
+    weights: Mapping[int, float],
+    model: StateDict,
+    names: Iterable[str],
+    starts: Mapping[int, StateDict] | None = None,
+) -> StateDict:
+    r"""Return a model moved by the clients' weighted changes: :math:`x + \sum_k \lambda_k (w_k - x_k)`.
 
     Args:
         updates: updates by client id, at least one, with ``weights``.
         weights: :math:`\lambda_k`, by client id; any sum.
-        model: x, from which the clients started.
+        model: x, the model to move.
         names: the entries to move, of floating type; all others are left out.
+        starts: :math:`x_k`, from which each client started, by id; None takes x for all.
     """
     entries = {}
     for name in names:
         uploads = column([update["weights"] for update in updates.values()], name)
         wide = torch.promote_types(uploads[0].dtype, torch.float32)
         x = model[name].to(uploads[0].device, wide)
+        own = {} if starts is None else {client: starts[client][name].to(x) for client in updates}
         # by differences: with weights whose sum is far above 1, models would cancel and lose digits
-        change = sum((weights[k] * (upload.to(wide) - x) for k, upload in zip(updates, uploads, strict=True)), 0 * x)
+        changes = (weights[k] * (upload.to(wide) - own.get(k, x)) for k, upload in zip(updates, uploads, strict=True))
+        change = sum(changes, 0 * x)
         entries[name] = (x + change).to(uploads[0].dtype)
     return dict(zip(entries, moved([*entries.values()], CPU), strict=True))

@@ -36,7 +36,7 @@ class RunBanner(Callback):
             ("data", f"{type(data).__name__}, {clients} clients with {samples:,} training samples"),
             *data.head_lines,
             ("net", "; ".join(dict.fromkeys(nets))),
-            ("rounds", f"{trainer.max_epochs}, each of {options.cohort_size(clients)} clients"),
+            ("rounds", f"{trainer.max_epochs}, each of {options.updates(clients)} clients"),
         ]
         if federation.round:
             # a resumed run says so first: a wrong --ckpt_path shows here, not after hours

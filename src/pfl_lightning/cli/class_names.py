@@ -18,7 +18,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
-from pfl_lightning.selection import Selection
+from pfl_lightning.selection import Schedule, Selection
 
 KINDS: dict[str, type] = {
     "model": ClientModule,
@@ -27,6 +27,7 @@ KINDS: dict[str, type] = {
     "mean": Mean,
     "partitioner": Partitioner,
     "cohort": Selection,
+    "schedule": Schedule,
     "compression": Compression,
     "net": Net,
     "optimizer": Optimizer,

@@ -9,10 +9,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.messages import StateDict
-from pfl_lightning.selection import Selection
+from pfl_lightning.selection import Schedule, Selection
 from pfl_lightning.settings import kept_arguments, parameters_of
 
 
@@ -156,6 +157,30 @@ def check_tied(client: ClientModule) -> None:
                 f"shares, and {name}, which stays with each client; give a net that doesn't tie the two, or take a "
                 "method that shares all of it, such as FedAvg."
             )
+
+
+def check_schedule(schedule: Schedule, client: ClientModule, aggregator: Aggregator) -> None:
+    """Refuse a schedule for a server with a guarantee of privacy, and for a client that stands for all.
+
+    Args:
+        schedule: ``trainer.schedule``.
+        client: the client module.
+        aggregator: the aggregator.
+
+    Raises:
+        MisconfigurationException: if they don't fit.
+    """
+    name = f"trainer.schedule={type(schedule).__name__}"
+    if any(part.guarantee for part in parts_of(aggregator)):
+        raise MisconfigurationException(
+            f"{name} tells and decides by the clients' numbers of samples, which the guarantee of "
+            f"aggregator={aggregator.name} doesn't cover; leave one of the two out."
+        )
+    if client.pools:
+        raise MisconfigurationException(
+            f"{name} is a clock of the clients' devices, and model={type(client).__name__} trains in one place; leave "
+            "it out."
+        )
 
 
 def check_split(client: ClientModule) -> None:

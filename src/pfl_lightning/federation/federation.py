@@ -37,6 +37,7 @@ from pfl_lightning.contract.pairing import (
     check_finite,
     check_pair,
     check_pools,
+    check_schedule,
     check_split,
     check_tells,
     check_tied,
@@ -72,15 +73,17 @@ from pfl_lightning.federation.resuming import (
     rounds_of,
     settings_of,
 )
-from pfl_lightning.messages import Message, StateDict, detached, is_finite, keep_own, num_bytes
+from pfl_lightning.messages import Message, StateDict, Updates, detached, is_finite, keep_own, num_bytes, tree_map
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.privacy import DPAverage, Release, SecureSum
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
+from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.selection import RoundStart
+from pfl_lightning.selection import Asynchronous, RoundStart
+from pfl_lightning.selection.schedule import Plan, Turn
 
 WORTH_ADVICE = 10.0
 """Seconds of evaluation from which a line says how it would take less time."""
@@ -121,7 +124,8 @@ class Federation(LightningModule):
         self.start: StateDict = {}
         self.clients: MutableMapping[int, ClientState] = {}
         self.metrics: dict[str, Any] = {}
-        # Bytes for the selection of the round's clients: sent down, and reported up.
+        # Bytes beside those of the updates and of their payloads: sent to clients asked by the selection, or whose
+        # update comes in a later round or never; and reported up.
         self._selection_bytes = [0, 0]
         check_hooks(client)
         self.monitor = options.monitored(client)
@@ -147,6 +151,8 @@ class Federation(LightningModule):
         check_guarantee(client, self.aggregator, options.min_clients)
         if options.secure_sum is not None:
             check_sums(client, self.aggregator)
+        if options.schedule is not None:
+            check_schedule(options.schedule, client, self.aggregator)
         if options.example_privacy is not None:
             noisy_counts = options.example_privacy.counts_epsilon is not None
             check_example_level(client, self.aggregator, options.cohort, noisy_counts)
@@ -225,6 +231,8 @@ class Federation(LightningModule):
             or options.compression is not None
             or options.secure_sum is not None
             or self.aggregator.turns([0], 0) is not None
+            # each update counts by its own staleness
+            or (options.schedule is not None and any(part.reads_arrivals for part in parts))
             or any(getattr(cast(Any, reader).__self__, "reads_updates", True) for reader in readers)
         ):
             return None
@@ -252,6 +260,12 @@ class Federation(LightningModule):
             module.num_rounds = self.trainer.max_epochs or 1
         if self.data.redivides:
             self._check_drift()
+        if isinstance(self.options.schedule, Asynchronous) and (self.data.redivides or self.data.input_drift):
+            drift = "data.drift" if self.data.redivides else "data.input_drift"
+            raise MisconfigurationException(
+                f"{drift} changes the samples between a client's start and its update, and trainer.schedule="
+                "Asynchronous trains it at the update; take Synchronous, or data without a change."
+            )
         if self.data.input_drift and self.client.pools and not self.data.resident:
             raise MisconfigurationException(
                 "data.input_drift changes each client's batches, and data.resident=false reads those of all clients "
@@ -295,6 +309,7 @@ class Federation(LightningModule):
         self._set_up_server(self.seed)
         if self.aggregator.turns([0], 0) is not None:
             self._check_turns()
+        self._say_if_stale()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
         self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
@@ -369,8 +384,30 @@ class Federation(LightningModule):
             f"bound; give {remedies}{'' if per_sample else own}, or take data without any."
         )
 
+    def _say_if_stale(self) -> None:
+        """Log a line if updates are stale and the server takes them as fresh, or if it weighs updates never stale."""
+        if not self._fitting:
+            return
+        reads = any(part.reads_arrivals for part in parts_of(self.aggregator))
+        stale, name = isinstance(self.options.schedule, Asynchronous), self.aggregator.name
+        if stale and not reads:
+            rank_zero_info(
+                f"trainer.schedule=Asynchronous: aggregator={name} takes updates from older models like new ones; "
+                "FedBuff and FedAsync weigh them by their staleness."
+            )
+        if reads and not stale and not self._deployed:
+            rank_zero_info(
+                f"aggregator={name}: no update is ever stale, as all clients of a round train from the same model; set "
+                "trainer.schedule=Asynchronous, as in --config schedules/fedbuff."
+            )
+
     def _check_turns(self) -> None:
-        """Refuse attacks on updates where clients train in turns."""
+        """Refuse attacks on updates, and a simulated clock, where clients train in turns."""
+        if self.options.schedule is not None:
+            raise MisconfigurationException(
+                f"trainer.schedule={type(self.options.schedule).__name__} is of clients that train at once, and under "
+                f"aggregator={self.aggregator.name} they train in turns; leave it out."
+            )
         for listener in self._listeners("on_aggregate_start"):
             callback = cast(Any, listener).__self__
             if getattr(callback, "is_attack", False):
@@ -418,6 +455,8 @@ class Federation(LightningModule):
         )
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
+        if self.options.schedule is not None:
+            self.options.schedule.setup(seed, clients)
         self._keep_storable()
 
     def _keep_storable(self) -> None:
@@ -425,7 +464,13 @@ class Federation(LightningModule):
 
         The running state is converted too, not only the saved one, so that a resumed run continues with the same bits.
         """
-        for owner, name in ((self.aggregator, self.aggregator.name), (self.options.cohort, "trainer.cohort")):
+        owners: list[tuple[Any, str]] = [
+            (self.aggregator, self.aggregator.name),
+            (self.options.cohort, "trainer.cohort"),
+        ]
+        if self.options.schedule is not None:
+            owners.append((self.options.schedule, "trainer.schedule"))
+        for owner, name in owners:
             if not is_storable(owner.state):
                 owner.state = storable(owner.state, f"{name}.state")
 
@@ -447,6 +492,20 @@ class Federation(LightningModule):
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
+
+    def _earlier_job(self, client: int, splits: tuple[Split, ...], record: Mapping[str, Any]) -> Job:
+        """Return the work of a client that has received its payload in this round or an earlier one.
+
+        Args:
+            client: the client's id.
+            splits: the splits to evaluate on after training.
+            record: as in `Plan.sent`.
+        """
+        # the state is the same as at the start, since no other training of the client ends in between
+        state, _ = self.received(client)
+        job, round = self.job(client, splits, (state, record["payload"])), record["round"]
+        seed = derive_seed(cast(int, self.seed), "train", round, client)
+        return job._replace(round=round, seed=seed, lr_factor=record["lr_factor"])
 
     def received(self, client: int) -> tuple[ClientState, Message]:
         """Return a client's state, and the payload that it would receive now.
@@ -526,8 +585,8 @@ class Federation(LightningModule):
         there = [client for client in clients if client not in away]
         size = min(self.options.cohort_size(len(clients)), len(there))
         self._selection_bytes = [0, 0]
-        # One client stands for all where one trains on all samples.
-        cohort = clients[:1] if self.client.pools else self._cohort(there, size)
+        plan = self._plan(clients, there, size)
+        cohort, arrived = plan.cohort, sorted(plan.arrived)
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
         # The columns of every round, in their order.
@@ -538,7 +597,7 @@ class Federation(LightningModule):
             "clients_refused": 0,
             "clients_absent": 0,
             "cohort": " ".join(map(str, cohort)),
-            **({"absent": ""} if self.data.at_sites else {}),
+            **({"absent": ""} if self._tells_absent else {}),
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "bytes/up": 0,
             "bytes/down": 0,
@@ -549,9 +608,9 @@ class Federation(LightningModule):
         start = time.perf_counter()
         turns = self.aggregator.turns(cohort, self.round)
         handed: Message = {}
-        for together in [cohort] if turns is None else [[client] for client in turns]:
+        for together in self._by_start(arrived, plan) if turns is None else [[client] for client in turns]:
             for engine, own in self.engines_of(together):
-                for outcome in engine.complete("training", self._jobs(own, handed)):
+                for outcome in engine.complete("training", self._jobs(own, handed, plan.sent)):
                     client = outcome.client
                     if (job := self._given.pop(client, None)) is not None:
                         # The weights that the server gets.
@@ -573,12 +632,12 @@ class Federation(LightningModule):
         if self.options.secure_sum is not None and cohort:
             outcomes, sums = self._summed(outcomes, cohort, self.options.secure_sum)
         absent = sorted(away | set(cohort) - outcomes.keys())
-        if self.data.at_sites:
+        if self._tells_absent:
             self.metrics["absent"] = " ".join(map(str, absent))
-        taken = self._taken(outcomes, len(cohort), len(absent))
+        taken = self._taken(outcomes, len(arrived), len(absent))
         self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
-        self._aggregate(taken)
+        self._aggregate(taken, plan)
         self.round += 1
         if (scheduler := self.lr_schedulers()) is not None:
             # The step changes no weight, as there are no gradients. It only prevents torch's warning about schedules
@@ -587,18 +646,71 @@ class Federation(LightningModule):
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
-    def _cohort(self, clients: Sequence[int], size: int) -> list[int]:
+    @property
+    def _tells_absent(self) -> bool:
+        """True if rounds may lack clients of their cohort, so that the record names these."""
+        return self.data.at_sites or self.options.schedule is not None
+
+    def _plan(self, clients: Sequence[int], there: Sequence[int], size: int) -> Plan:
+        """Return the course of the round: without a schedule, the updates of the whole cohort arrive.
+
+        Args:
+            clients: ids of all clients.
+            there: ids of the clients within reach.
+            size: the number of clients to choose.
+        """
+        if (schedule := self.options.schedule) is None:
+            # One client stands for all where one trains on all samples.
+            cohort = list(clients[:1]) if self.client.pools else self._cohort(there, size)
+            return Plan(cohort, cohort, 0.0, {}, {}, {})
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def samples(client: int) -> int:
+            return self.options.samples_trained(self.data.size(client, "train"), self.data.batch_size)
+
+        def send(client: int) -> dict[str, Any]:
+            job = self.job(client)
+            self._selection_bytes[0] += num_bytes(job.travelling)
+            # Copies, as servers may change their tensors in place; one of each tensor for all clients that start in
+            # the round.
+            payload = tree_map(lambda t: copies.setdefault(id(t), (t, t.detach().clone()))[1], job.payload)
+            return {"payload": payload, "lr_factor": self.lr_factor}
+
+        plan = schedule.plan(Turn(self.round, there, size, self._cohort, samples, send))
+        if not plan.sent:
+            # Payloads of updates that don't arrive have travelled, too.
+            absent = sorted(set(plan.cohort).difference(plan.arrived))
+            self._selection_bytes[0] += sum(num_bytes(self.job(client).travelling) for client in absent)
+        return plan
+
+    def _by_start(self, arrived: list[int], plan: Plan) -> list[list[int]]:
+        """Return the clients to train in groups with the same round of their start, as engines expect it.
+
+        Args:
+            arrived: ids of the clients whose updates arrive.
+            plan: the round's course.
+        """
+        if not plan.sent:
+            return [arrived]
+        groups: dict[int, list[int]] = {}
+        for client in arrived:
+            groups.setdefault(plan.sent[client]["round"], []).append(client)
+        return [groups[round] for round in sorted(groups)]
+
+    def _cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the sorted client ids of the round's cohort.
 
         Args:
             clients: ids of all clients within reach.
             size: the number of clients to choose.
+            draw: number of the draw in the round, from 0; an asynchronous round may have several.
 
         Raises:
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
         # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
-        stream = random.Random(derive_seed(cast(int, self.seed), "cohort", self.round))
+        key = (self.round, draw) if draw else (self.round,)
+        stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
         chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
             raise MisconfigurationException(
@@ -623,16 +735,17 @@ class Federation(LightningModule):
         # NaN has no place in an order; such clients count as silent.
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
-    def _remember(self, taken: Mapping[int, Outcome]) -> None:
+    def _remember(self, taken: Mapping[int, Outcome], took: Mapping[int, float]) -> None:
         """Give the selection the reports of the clients whose updates are aggregated.
 
         Args:
             taken: their outcomes by id.
+            took: seconds by id on the clock of ``trainer.schedule``, in place of measured ones.
         """
         asks = sorted(self.options.cohort.asks)
         told: dict[int, dict[str, float]] = {}
         for client, outcome in taken.items():
-            values = outcome.metrics | {"seconds": outcome.seconds}
+            values = outcome.metrics | {"seconds": took.get(client, outcome.seconds)}
             # Only finite numbers, whatever a site may report.
             told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
             self._selection_bytes[1] += NUMBER_BYTES * len(told[client])
@@ -687,12 +800,13 @@ class Federation(LightningModule):
         received = self.aggregator.download(cohort[0])
         return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
 
-    def _jobs(self, clients: list[int], handed: Message) -> Iterator[Job]:
+    def _jobs(self, clients: list[int], handed: Message, sent_before: Mapping[int, Mapping[str, Any]]) -> Iterator[Job]:
         """Yield the job of each client of a cohort, and count the bytes sent.
 
         Args:
             clients: the clients' ids.
             handed: entries from another client that replace the payload's.
+            sent_before: records of payloads that are counted already, by client id, as in `Plan.sent`.
         """
         listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
         compresses = self.options.compression is not None and not self.data.at_sites
@@ -701,7 +815,10 @@ class Federation(LightningModule):
         for client in clients:
             for started in listeners:
                 started(self.trainer, self, client)
-            job = self.job(client, splits)
+            if (record := sent_before.get(client)) is None:
+                job = self.job(client, splits)
+            else:
+                job = self._earlier_job(client, splits, record)
             if handed:
                 job = job._replace(payload=job.payload | handed)
             if self.client.pools:
@@ -711,7 +828,8 @@ class Federation(LightningModule):
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
                 check_payload(job.payload, client, self.aggregator, self._shared)
                 known, size = sent, num_bytes(sent)
-            self.metrics["bytes/down"] += size
+            if record is None:
+                self.metrics["bytes/down"] += size
             if compresses:
                 self._given[client] = job
             yield job
@@ -767,12 +885,19 @@ class Federation(LightningModule):
             self.trainer.progress_bar_metrics["train/loss"] = loss
         return taken
 
-    def _aggregate(self, taken: dict[int, Outcome]) -> None:
+    def _aggregate(self, taken: dict[int, Outcome], plan: Plan) -> None:
         """Aggregate the updates, and commit the new client states."""
         updates = {client: outcome.update for client, outcome in taken.items()}
         if self.options.compression is not None:
             # servers may keep weights in their state, where checkpoints take no class of ours
             updates = {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
+        stale = {client: self.round - plan.sent[client]["round"] if plan.sent else 0 for client in taken}
+        if self.options.schedule is not None:
+            if any(part.reads_arrivals for part in parts_of(self.aggregator)):
+                updates = self._with_arrivals(updates, plan, stale)
+            self.metrics[SIMULATED] = plan.seconds
+            if plan.sent and stale:
+                self.metrics["staleness"] = sum(stale.values()) / len(stale)
         self.call("on_aggregate_start", updates)
         start, splits_after = time.perf_counter(), self.options.splits_after
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
@@ -796,7 +921,9 @@ class Federation(LightningModule):
             self.clients[client] = state
             if splits_after:
                 self.evaluations.after[client] = outcome.after
-        self._remember(taken)
+        self._remember(taken, plan.took)
+        if self.options.schedule is not None:
+            self.options.schedule.state = plan.state
         self._keep_storable()
         sent, told = self._selection_bytes
         self.metrics["bytes/down"] += sent
@@ -805,6 +932,22 @@ class Federation(LightningModule):
         self.metrics |= {f"server/{name}": value for name, value in logs.items()}
         self.metrics |= {f"privacy/{name}": value for name, value in self.privacy().items()}
         self.call("on_aggregate_end", logs)
+
+    def _with_arrivals(self, updates: Mapping[int, Message], plan: Plan, stale: Mapping[int, int]) -> Updates:
+        """Return updates with the entry ``arrival``; see `Aggregator.reads_arrivals`.
+
+        Args:
+            updates: the updates by client id.
+            plan: the round's course.
+            stale: the updates' staleness, by client id.
+        """
+        places = {client: place for place, client in enumerate(plan.arrived)}
+        added: Updates = {}
+        for client, update in updates.items():
+            payload = plan.sent[client]["payload"] if plan.sent else self.aggregator.download(client)
+            counts = {"place": torch.tensor(places[client]), "staleness": torch.tensor(stale[client])}
+            added[client] = {**update, "arrival": counts | {"weights": payload.get("weights", {})}}
+        return added
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
         """Return the privacy guarantee of the rounds so far, by the aggregator or DP-SGD; empty without one.
@@ -1112,6 +1255,7 @@ class Federation(LightningModule):
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
             "cohort": self.options.cohort.state,
+            **({} if self.options.schedule is None else {"schedule": self.options.schedule.state}),
             "clients": saved_states(self._all_states()),
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
@@ -1165,6 +1309,8 @@ class Federation(LightningModule):
         # Merged, as a changed selection or an earlier version's checkpoint may lack entries; those keep their initial
         # values.
         self.options.cohort.state |= state.get("cohort", {})
+        if self.options.schedule is not None:
+            self.options.schedule.state |= state.get("schedule", {})
         for architecture, entries in state.get("common", {}).items():
             self._architectures[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
@@ -1198,7 +1344,8 @@ class Federation(LightningModule):
         if self.options.client_states == "disk":
             # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
             # still refers to it; so these small entries are copied.
-            state = state | deepcopy({name: state[name] for name in ("initial", "start", "aggregator")})
+            small = ("initial", "start", "aggregator", "schedule")
+            state = state | deepcopy({name: state[name] for name in small if name in state})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
         if not self._fitting and (path := self.trainer.ckpt_path):

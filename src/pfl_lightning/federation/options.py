@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import Literal, TypeAlias, cast, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,7 +22,7 @@ from pfl_lightning.engines.examples import calibrated
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy import DPSGD, SecureSum
-from pfl_lightning.selection import Sampling, Selection, Uniform
+from pfl_lightning.selection import Asynchronous, Poisson, Sampling, Schedule, Selection, Uniform
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
@@ -66,6 +66,7 @@ class FederationOptions:
     accumulate: int = 1
     limit: Limit = 1.0
     checkpoint_common: bool = True
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         for name in ("clients_per_round", "evaluate_clients"):
@@ -82,6 +83,8 @@ class FederationOptions:
             )
         if self.steps_continue:
             self._check_continued()
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
         if not isinstance(self.cohort, Selection):
             raise MisconfigurationException(
                 f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
@@ -139,6 +142,31 @@ class FederationOptions:
             raise MisconfigurationException(
                 f"trainer.steps_continue=true needs each client's orders of samples, which {other} draw anew in each "
                 "round; leave it out."
+            )
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        """Refuse ``trainer.schedule`` at sites, beside a guarantee of privacy, and with cohorts of no fixed size."""
+        if not isinstance(schedule, Schedule):
+            raise MisconfigurationException(
+                f"trainer.schedule={schedule!r} is no schedule; give an instance of Synchronous or Asynchronous of "
+                "pfl_lightning.selection."
+            )
+        name = f"trainer.schedule={type(schedule).__name__}"
+        if not isinstance(self.engine, (str, type)):
+            raise MisconfigurationException(
+                f"{name} simulates a clock, and sites of a deployment have the real one; leave it out, and set the "
+                "app's min-results, grace, timeout and late-rounds."
+            )
+        for setting in ("example_privacy", "secure_sum"):
+            if getattr(self, setting) is not None:
+                raise MisconfigurationException(
+                    f"{name} leaves updates out by the clients' numbers of samples, which trainer.{setting} doesn't "
+                    "cover; leave one of the two out."
+                )
+        if isinstance(schedule, Asynchronous) and isinstance(self.cohort, Poisson):
+            raise MisconfigurationException(
+                f"{name} keeps a fixed number of clients at work, and trainer.cohort=Poisson draws any number; take "
+                "Uniform or another choice."
             )
 
     def _check_private(self) -> None:
@@ -214,6 +242,28 @@ class FederationOptions:
         [2, 3]
         """
         return number_of(self.clients_per_round, num_clients)
+
+    def updates(self, num_clients: int) -> int:
+        """Return the number of updates for which a round waits."""
+        size = self.cohort_size(num_clients)
+        return size if self.schedule is None else self.schedule.updates(size)
+
+    def samples_trained(self, size: int, batch_size: int) -> int:
+        """Return the number of samples that a client's local training processes, each pass counted.
+
+        >>> FederationOptions(local_epochs=2).samples_trained(25, batch_size=10)
+        50
+
+        Args:
+            size: the client's number of training samples.
+            batch_size: samples per batch.
+        """
+        if self.local_steps is not None:
+            return self.local_steps * self.accumulate * min(batch_size, size)
+        batches = ceil(size / batch_size)
+        # a share is rounded down, as in the order of an epoch
+        limit = int(self.limit) if is_count(self.limit) else max(1, int(self.limit * batches))
+        return (self.local_epochs or 1) * min(size, limit * batch_size)
 
     def evaluation_size(self, num_clients: int) -> int:
         """Return the number of clients that each round evaluates."""
@@ -319,19 +369,22 @@ class FederationOptions:
                     f"trainer.{name}={part} is more than data.num_clients={data.num_clients}; take at most that many, "
                     "or a fraction such as 0.5."
                 )
-        self.cohort.check(self.clients_per_round, self.cohort_size(data.num_clients), data.num_clients)
+        size = self.cohort_size(data.num_clients)
+        self.cohort.check(self.clients_per_round, size, data.num_clients)
         engine = self.engine_class
         if not data.resident and isinstance(engine, type) and issubclass(engine, Vectorised):
             raise MisconfigurationException(
                 "data.resident=false reads clients a batch at a time, and trainer.engine='vectorised' stacks all that "
                 "they have; take sequential or processes."
             )
-        if self.min_clients > self.cohort_size(data.num_clients):
+        if self.schedule is not None:
+            self.schedule.check(size, data.num_clients)
+        if self.min_clients > self.updates(data.num_clients):
             raise MisconfigurationException(
-                f"trainer.min_clients={self.min_clients} is more than the {self.cohort_size(data.num_clients)} clients "
+                f"trainer.min_clients={self.min_clients} is more than the {self.updates(data.num_clients)} clients "
                 "that take part in a round; take at most that many."
             )
-        if self.secure_sum is not None and self.cohort_size(data.num_clients) < 2:
+        if self.secure_sum is not None and size < 2:
             raise MisconfigurationException(
                 f"trainer.clients_per_round={self.clients_per_round} of data.num_clients={data.num_clients} is one "
                 "client, whose update would be the whole of trainer.secure_sum; take at least 2, or better more."

@@ -83,6 +83,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         clip["gradient_clip_algorithm"] = options.clip_algorithm
     return {
         "cohort": options.cohort,
+        "schedule": options.schedule,
         # Resolved values, so that 0.5 of 10 clients equals 5, and local_epochs=None equals 1.
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,

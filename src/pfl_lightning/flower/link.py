@@ -22,6 +22,7 @@ from pfl_lightning.data.client_names import client_label
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
+from pfl_lightning.selection.schedule import enough
 from pfl_lightning.settings import is_count
 
 Answer: TypeAlias = tuple[int, RecordDict]
@@ -89,9 +90,7 @@ class Quorum:
             asked: number of clients asked in the phase.
             cohort: number of clients in a full round.
         """
-        share = self.min_results / cohort if is_count(self.min_results) else self.min_results
-        # 1e-9: a share such as 8 / 10 times 10 may be 8.000000000000002
-        return min(asked, math.ceil(share * asked - 1e-9))
+        return enough(self.min_results, asked, cohort)
 
 
 @dataclass

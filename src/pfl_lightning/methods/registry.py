@@ -119,6 +119,8 @@ METHODS = (
     Method("FedAdam", m.FedAvg, a.FedAdam),
     Method("FedYogi", m.FedAvg, a.FedYogi),
     Method("FedExP", m.FedAvg, a.FedExP),
+    Method("FedBuff", m.FedAvg, a.FedBuff),
+    Method("FedAsync", m.FedProx, a.FedAsync),
     Method("FedCross", m.FedAvg, a.FedCross),
     Method("FedNova", m.FedNova),
     Method("q-FedAvg", m.QFedAvg),

@@ -16,11 +16,26 @@ from pfl_lightning.runs.locks import LOCK, at_work_in
 MARKS = ("rounds.csv", "config.yaml")
 """Files that mark the folder of a begun run; one is enough."""
 
+SIMULATED = "time/simulated"
+"""The record's column of a round's seconds on the simulated clock of ``trainer.schedule``."""
+
 STAMP = ".written"
 """The file with the time of the run's last writing."""
 
 BEGINNING = {"config.yaml", "hparams.yaml", "rounds.csv", LOCK, STAMP}
 """Files written before the end of the first round."""
+
+
+def measured_seconds(row: Mapping[str, str]) -> float:
+    """Return the measured seconds of a round, without a simulated clock's.
+
+    >>> measured_seconds({"round": "1", "time/train": "2.5", "time/evaluate": "", "time/simulated": "60"})
+    2.5
+
+    Args:
+        row: the round's row of ``rounds.csv``.
+    """
+    return sum(float(row[name] or 0) for name in row if name.startswith("time/") and name != SIMULATED)
 
 
 def is_run(folder: Path) -> bool:
@@ -114,8 +129,7 @@ class RunStatus:
         """Estimated seconds until the last round, by the mean of past rounds; None if unknown."""
         if not self.rows or self.rounds is None or self.finished:
             return None
-        spent = sum(float(value or 0) for row in self.rows for name, value in row.items() if name.startswith("time/"))
-        return max(0, self.rounds - self.round) * spent / len(self.rows)
+        return max(0, self.rounds - self.round) * sum(map(measured_seconds, self.rows)) / len(self.rows)
 
     @property
     def written(self) -> float:

@@ -6,9 +6,11 @@ from pfl_lightning.selection.cyclic import Cyclic
 from pfl_lightning.selection.oort import Oort
 from pfl_lightning.selection.poisson import Poisson
 from pfl_lightning.selection.power_of_choice import PowerOfChoice
+from pfl_lightning.selection.schedule import Asynchronous, Schedule, Synchronous
 from pfl_lightning.selection.uniform import Uniform
 
 __all__ = [
+    "Asynchronous",
     "Availability",
     "Cyclic",
     "Oort",
@@ -16,6 +18,8 @@ __all__ = [
     "PowerOfChoice",
     "RoundStart",
     "Sampling",
+    "Schedule",
     "Selection",
+    "Synchronous",
     "Uniform",
 ]

@@ -19,6 +19,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection import Asynchronous
 
 
 class View(NamedTuple):
@@ -77,8 +78,13 @@ class UploadAttack(Attack):
         """
 
     def check(self, federation: Federation) -> None:
-        """Refuse methods whose clients and server don't exchange models."""
+        """Refuse methods whose clients and server don't exchange models, and updates from models of earlier rounds."""
         super().check(federation)
+        if isinstance(federation.options.schedule, Asynchronous):
+            raise MisconfigurationException(
+                f"trainer.callbacks: {type(self).__name__} forges models from the round's own model, and under "
+                "trainer.schedule=Asynchronous clients start from earlier ones; take LabelFlip, or Synchronous."
+            )
         # a method that sends prototypes or answers has no model to forge
         client, server = federation.client, federation.aggregator
         if "weights" not in client.sends or "weights" not in server.sends:

@@ -5,15 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.runs.run_status import SIMULATED, measured_seconds
 
-TITLE = re.compile(r"(rounds|MiB|seconds) to (\d+(?:\.\d+)?)")
+TITLE = re.compile(r"(rounds|MiB|seconds|simulated seconds) to (\d+(?:\.\d+)?)")
 COSTS: dict[str, Callable[[Mapping[str, str]], float]] = {
     "rounds": lambda row: 1.0,
     "MiB": lambda row: sum(float(row.get(f"bytes/{way}") or 0) for way in ("up", "down")) / 2**20,
-    "seconds": lambda row: sum(float(value or 0) for name, value in row.items() if name.startswith("time/")),
+    "seconds": measured_seconds,
+    "simulated seconds": lambda row: float(row[SIMULATED] or 0),
 }
 """Cost of one round, from its row of ``rounds.csv``."""
-FORMS = {"rounds": ".0f", "MiB": ".2f", "seconds": ".1f"}
+FORMS = {"rounds": ".0f", "MiB": ".2f", "seconds": ".1f", "simulated seconds": ".1f"}
 
 
 def is_target(title: str) -> bool:
@@ -33,6 +35,9 @@ def cost_to_target(title: str, methods: Mapping[str, Sequence[Result]]) -> dict[
         methods: finished runs by method.
     """
     what, _, target = title.partition(" to ")
+    if what == "simulated seconds":
+        # a run without a clock costs an unknown time, and not none
+        methods = {name: [each for each in own if SIMULATED in each.rows[0]] for name, own in methods.items()}
     return {
         method: cell([cost(result, what, float(target)) for result in results], FORMS[what])
         for method, results in methods.items()
@@ -45,7 +50,7 @@ def cost(result: Result, what: str, target: float) -> float | None:
 
     Args:
         result: the run.
-        what: ``rounds``, ``MiB`` or ``seconds``.
+        what: ``rounds``, ``MiB``, ``seconds`` or ``simulated seconds``.
         target: value of the metric that selects, in per cent for accuracy.
     """
     monitor, total = result.monitor, 0.0

@@ -210,7 +210,7 @@ def titles(text: str) -> list[str]:
     for title in asked:
         # any "last NAME" passes: only the finished runs show which further metrics exist
         if title not in known and not title.startswith(("last ", OVER)) and not is_target(title):
-            costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET"
+            costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET, simulated seconds to TARGET"
             raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC, {costs}")
     return asked
 

@@ -1,0 +1,387 @@
+"""Schedules: a simulated clock of device speeds decides which updates a round has, and how long the round takes."""
+
+import csv
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.settings import Unpack, as_call, check_choices, check_least, is_count
+
+Distribution: TypeAlias = Literal["constant", "lognormal", "uniform", "exponential", "halfnormal"]
+"""Distributions of the clients' seconds per sample."""
+
+
+class Turn(NamedTuple):
+    """A round about to start, as a schedule sees it.
+
+    Args:
+        round: number of the round, from 0.
+        clients: ids of all clients, ascending.
+        size: number of clients that train at once, by ``trainer.clients_per_round``.
+        draw: chooses clients, by ``trainer.cohort``: of some ids, so many, in the round's draw of a number from 0.
+        samples: returns the number of samples that a client's local training processes, every pass counted.
+        send: sends a client the present payload, and returns a record of it.
+    """
+
+    round: int
+    clients: Sequence[int]
+    size: int
+    draw: Callable[[Sequence[int], int, int], list[int]]
+    samples: Callable[[int], int]
+    send: Callable[[int], dict[str, Any]]
+
+
+class Plan(NamedTuple):
+    """The course of a round.
+
+    Args:
+        cohort: ids of the clients whose training ends in the round, or is given up, ascending.
+        arrived: ids of the clients whose updates arrive, in the order of arrival; ids decide at equal times.
+        seconds: length of the round on the simulated clock.
+        took: seconds from a client's start to its update, by id.
+        sent: records of earlier payloads, by client id; empty if all clients train from the round's own.
+        state: the schedule's state after the round.
+    """
+
+    cohort: list[int]
+    arrived: list[int]
+    seconds: float
+    took: dict[int, float]
+    sent: dict[int, dict[str, Any]]
+    state: dict[str, Any]
+
+
+class SpeedSettings(TypedDict, total=False):
+    """Settings of `Schedule`, for the ``**kwargs`` of subclasses."""
+
+    seconds: float
+    distribution: Distribution
+    spread: float
+    delay: float
+    table: str | None
+    dropout: float
+    timeout: float | None
+
+
+class Schedule(ABC):
+    """Base class of schedules, with the speeds of clients' devices.
+
+    A client's training takes its delay, and its seconds per sample times the samples of all local passes:
+    ``trainer.local_epochs`` or ``trainer.local_steps``, while phases of a method's own don't count. Seconds per sample
+    are drawn once per client, by the run's seed and the client's id, or read from a table. Times of the schedule depend
+    on nothing that is measured, so that they are equal under every engine and in a resumed run.
+
+    Args:
+        seconds: seconds per sample, above 0: of every client, or the scale of the distribution.
+        distribution: ``constant``, ``seconds`` for every client; ``lognormal``, ``seconds`` times e to the power of
+            ``spread`` times a standard normal number, so that ``seconds`` is the median; ``uniform``, ``seconds`` times
+            a number from 1 - ``spread`` to 1 + ``spread``; ``exponential``, with the mean ``seconds``; ``halfnormal``,
+            ``seconds`` times the absolute value of a standard normal number.
+        spread: width of ``lognormal`` (0 or more) and of ``uniform`` (from 0 to 1).
+        delay: seconds of the network, for download and upload together, 0 or more.
+        table: path of a CSV file instead of a distribution, with a header and one row per client: the client's id, its
+            seconds per sample, and optionally a delay of its own in place of ``delay``.
+        dropout: probability that a client's update never arrives, from 0 to below 1, drawn for each training by itself.
+        timeout: seconds for which the server waits for an update, above 0; None waits for all.
+
+    Raises:
+        MisconfigurationException: if a value is out of range.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 0.01,
+        distribution: Distribution = "lognormal",
+        spread: float = 1.0,
+        delay: float = 0.0,
+        table: str | None = None,
+        dropout: float = 0.0,
+        timeout: float | None = None,
+    ) -> None:
+        check_choices("trainer.schedule", distribution=(distribution, get_args(Distribution)))
+        check_least("trainer.schedule", spread=(spread, 0), delay=(delay, 0))
+        if not 0 < seconds < math.inf:
+            raise MisconfigurationException(f"trainer.schedule.seconds={seconds} must be above 0, such as 0.01.")
+        if not spread < math.inf or (distribution == "uniform" and spread > 1):
+            raise MisconfigurationException(
+                f"trainer.schedule.spread={spread} must be from 0 to 1 for distribution='uniform', and finite for any."
+            )
+        if not delay < math.inf:
+            raise MisconfigurationException(f"trainer.schedule.delay={delay} must be finite, such as 1.0.")
+        if not 0 <= dropout < 1:
+            raise MisconfigurationException(
+                f"trainer.schedule.dropout={dropout} must be a probability from 0 to below 1, such as 0.1."
+            )
+        if timeout is not None and not timeout > 0:
+            raise MisconfigurationException(
+                f"trainer.schedule.timeout={timeout} must be a number of seconds above 0, such as 600; leave it out to "
+                "wait for all."
+            )
+        self.seconds, self.distribution, self.spread, self.delay = seconds, distribution, spread, delay
+        self.table, self.dropout, self.timeout = table, dropout, timeout
+        self.state: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return as_call(self)
+
+    def setup(self, seed: int, num_clients: int) -> None:
+        """Start the clock before the first round; on resume, the checkpoint's ``state`` follows.
+
+        Args:
+            seed: the federation's seed.
+            num_clients: number of clients.
+
+        Raises:
+            MisconfigurationException: if the table can't be read, or lacks a client.
+        """
+        self.seed = seed
+        if self.table is None:
+            self.speeds = {client: (self._drawn(client), self.delay) for client in range(num_clients)}
+        else:
+            self.speeds = read_speeds(self.table, self.delay)
+            if missing := sorted(set(range(num_clients)) - self.speeds.keys()):
+                raise MisconfigurationException(
+                    f"trainer.schedule.table={self.table} has no row for client {missing[0]}; give each of the "
+                    f"{num_clients} clients one row, with ids from 0 to {num_clients - 1}."
+                )
+        self.state = {"now": 0.0}
+
+    def _drawn(self, client: int) -> float:
+        """Return a client's seconds per sample by the distribution."""
+        draw = Random(derive_seed(self.seed, "speed", client))
+        factors: dict[str, Callable[[], float]] = {
+            "constant": lambda: 1.0,
+            "lognormal": lambda: math.exp(self.spread * draw.gauss(0, 1)),
+            "uniform": lambda: draw.uniform(1 - self.spread, 1 + self.spread),
+            "exponential": lambda: draw.expovariate(1),
+            "halfnormal": lambda: abs(draw.gauss(0, 1)),
+        }
+        return self.seconds * factors[self.distribution]()
+
+    def took(self, client: int, samples: int) -> float:
+        """Return the seconds of a client's training, with download and upload.
+
+        Args:
+            client: the client's id.
+            samples: number of samples of all local passes.
+        """
+        per_sample, delay = self.speeds[client]
+        return delay + per_sample * samples
+
+    def is_lost(self, client: int, round: int) -> bool:
+        """Return True if the update of a client's training never arrives.
+
+        Args:
+            client: the client's id.
+            round: number of the round in which the training starts, from 0.
+        """
+        # no draw at 0, so that a schedule without dropouts costs nothing here
+        return self.dropout > 0 and Random(derive_seed(self.seed, "dropout", round, client)).random() < self.dropout
+
+    @abstractmethod
+    def updates(self, size: int) -> int:
+        """Return the number of updates for which a round waits.
+
+        Args:
+            size: number of clients that train at once.
+        """
+
+    def check(self, size: int, num_clients: int) -> None:  # noqa: B027 - most fit any
+        """Refuse settings that don't fit the number of clients.
+
+        Args:
+            size: number of clients that train at once.
+            num_clients: number of clients.
+
+        Raises:
+            MisconfigurationException: if a setting doesn't fit.
+        """
+
+    @abstractmethod
+    def plan(self, turn: Turn) -> Plan:
+        """Return the course of a round, and change nothing.
+
+        Args:
+            turn: the round about to start.
+        """
+
+
+class Synchronous(Schedule):
+    """Rounds in which all clients train from the same model, on a simulated clock.
+
+    The round ends with the last update, or earlier by ``min_results``, ``grace`` and ``timeout``, which are a
+    deployment's settings of the same names. Updates that come later are dropped, and the client's personal entries stay
+    as they were before the round. Such a client works on until it has ended, and begins its next training not before.
+    Without these settings and without dropouts a round is the same as with no schedule, bit for bit.
+
+    Args:
+        min_results: share of the round's clients, above 0.0 and up to 1.0, whose updates are enough to end the round; a
+            whole number from 1 up counts clients of a full round.
+        grace: seconds for further updates once there are enough, 0 or more.
+        **kwargs: the arguments of `Schedule`.
+
+    Raises:
+        MisconfigurationException: if a value is out of range.
+    """
+
+    def __init__(self, min_results: int | float = 1.0, grace: float = 0.0, **kwargs: Unpack[SpeedSettings]) -> None:
+        super().__init__(**kwargs)
+        if not is_count(min_results) and not (isinstance(min_results, float) and 0 < min_results <= 1):
+            raise MisconfigurationException(
+                f"trainer.schedule.min_results={min_results} must be a number of clients from 1 up, or a share above "
+                "0.0 and up to 1.0."
+            )
+        check_least("trainer.schedule", grace=(grace, 0))
+        self.min_results, self.grace = min_results, grace
+
+    def updates(self, size: int) -> int:
+        """Return the number of updates that are enough."""
+        return enough(self.min_results, size, size)
+
+    def plan(self, turn: Turn) -> Plan:
+        """Return the course of a round: the first updates count."""
+        begin, busy = self.state["now"], self.state.get("busy", {})
+        cohort = turn.draw(turn.clients, turn.size, 0)
+        took = {client: self.took(client, turn.samples(client)) for client in cohort}
+        ends = {client: max(begin, busy.get(client, begin)) + took[client] for client in cohort}
+        lost = {client for client in cohort if self.is_lost(client, turn.round)}
+        # a lost client is known to be lost when its update would have come
+        end = min(max(ends.values(), default=begin), begin + (self.timeout or math.inf))
+        answers = sorted((ends[client], client) for client in ends.keys() - lost if ends[client] <= end)
+        wanted = max(1, enough(self.min_results, len(cohort), turn.size))
+        if len(answers) >= wanted:
+            end = min(end, answers[wanted - 1][0] + self.grace)
+        # without a grace, nobody counts who comes at the same moment as the last that was waited for
+        further = [answer for answer in answers[wanted:] if self.grace and answer[0] <= end]
+        arrived = [client for _, client in answers[:wanted] + further]
+        busy = busy | {client: ends[client] for client in ends.keys() - lost}
+        state = {"now": end, "busy": {client: time for client, time in sorted(busy.items()) if time > end}}
+        return Plan(cohort, arrived, end - begin, took, {}, state)
+
+
+class Asynchronous(Schedule):
+    r"""Clients train without waiting for each other, and a round is one step of the server by the first updates.
+
+    ``trainer.clients_per_round`` clients train at once, each from the model that it received at its start. A client
+    whose update has arrived makes room for another one, chosen by ``trainer.cohort`` among the clients that neither
+    train nor have an update in the buffer. When ``buffer`` updates have arrived, the server steps, and their clients
+    may train again. An update is stale by the number of steps since its client's start; `FedBuff` and `FedAsync` weigh
+    updates by this, and other aggregators take them as they are. Updates that arrive at once are taken by their
+    clients' ids, and clients start after the updates of the same moment.
+
+    Args:
+        buffer: number of updates for a step of the server, from 1 to the number of clients.
+        **kwargs: the arguments of `Schedule`. After ``timeout`` a client's training is given up.
+
+    Raises:
+        MisconfigurationException: if a value is out of range.
+    """
+
+    def __init__(self, buffer: int = 10, **kwargs: Unpack[SpeedSettings]) -> None:
+        super().__init__(**kwargs)
+        if not is_count(buffer):
+            raise MisconfigurationException(
+                f"trainer.schedule.buffer={buffer} must be a number of updates from 1 up, such as 10."
+            )
+        self.buffer = buffer
+
+    def updates(self, size: int) -> int:
+        """Return the size of the buffer."""
+        return self.buffer
+
+    def check(self, size: int, num_clients: int) -> None:
+        """Refuse a buffer that is larger than the federation, since each client has one update in it at most."""
+        if self.buffer > num_clients:
+            raise MisconfigurationException(
+                f"trainer.schedule.buffer={self.buffer} is more than data.num_clients={num_clients}, and a client has "
+                "one update in the buffer at most; take at most that many."
+            )
+
+    def plan(self, turn: Turn) -> Plan:
+        """Return the course of a round: clients start and updates arrive until the buffer is full."""
+        begin = now = self.state["now"]
+        flying = dict(self.state.get("flying", {}))
+        gone: dict[int, dict[str, Any]] = {}
+        arrived: list[int] = []
+        for draw in count():
+            idle = [client for client in turn.clients if client not in flying and client not in gone]
+            if (free := min(turn.size - len(flying), len(idle))) > 0:
+                for client in turn.draw(idle, free, draw):
+                    flying[client] = self._started(client, turn, now)
+            # nobody is left to train, as with few clients available: the step is by fewer updates
+            if not flying:
+                break
+            now = min(flight["arrives"] for flight in flying.values())
+            for client in sorted(client for client, flight in flying.items() if flight["arrives"] == now):
+                gone[client] = flying.pop(client)
+                if not gone[client]["lost"]:
+                    arrived.append(client)
+                if len(arrived) == self.buffer:
+                    break
+            if len(arrived) == self.buffer:
+                break
+        took = {client: flight["arrives"] - flight["starts"] for client, flight in gone.items()}
+        return Plan(sorted(gone), arrived, now - begin, took, gone, {"now": now, "flying": flying})
+
+    def _started(self, client: int, turn: Turn, now: float) -> dict[str, Any]:
+        """Return the record of a training that starts."""
+        took, lost = self.took(client, turn.samples(client)), self.is_lost(client, turn.round)
+        if self.timeout is not None and took > self.timeout:
+            took, lost = self.timeout, True
+        flight = {"round": turn.round, "starts": now, "arrives": now + took, "lost": lost}
+        return flight | turn.send(client)
+
+
+def enough(min_results: int | float, asked: int, cohort: int) -> int:
+    """Return the number of answers that ends a phase of a round.
+
+    >>> enough(0.8, 10, cohort=20), enough(8, 100, cohort=10)
+    (8, 80)
+
+    Args:
+        min_results: a share of the asked clients, or a number of a full round's.
+        asked: number of clients asked.
+        cohort: number of clients in a full round.
+    """
+    share = min_results / cohort if is_count(min_results) else min_results
+    # 1e-9: a share such as 8 / 10 times 10 may be 8.000000000000002
+    return min(asked, math.ceil(share * asked - 1e-9))
+
+
+def read_speeds(path: str, delay: float) -> dict[int, tuple[float, float]]:
+    """Return seconds per sample and delay of each client, by id.
+
+    Args:
+        path: path of the CSV file.
+        delay: delay of clients if the table has none.
+
+    Raises:
+        MisconfigurationException: if the file is no such table.
+    """
+    try:
+        rows = list(csv.reader(Path(path).read_text().splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MisconfigurationException(f"trainer.schedule.table={path} can't be read: {reason}.") from error
+    speeds: dict[int, tuple[float, float]] = {}
+    for line, row in enumerate(rows[1:], 2):
+        try:
+            client, values = int(row[0]), list(map(float, row[1:]))
+        except (IndexError, ValueError):
+            # an unreadable line is refused below, with the same sentence as a wrong number
+            client, values = -1, []
+        fits = len(values) in (1, 2) and 0 < values[0] < math.inf and all(0 <= each < math.inf for each in values)
+        if client in speeds or not fits or len(row) != len(rows[0]):
+            raise MisconfigurationException(
+                f"trainer.schedule.table={path}, line {line}: give the id of a client that has no other line, its "
+                "seconds per sample above 0 and, where the header has a third column, its delay of 0 or more."
+            )
+        speeds[client] = values[0], values[1] if len(values) > 1 else delay
+    return speeds
