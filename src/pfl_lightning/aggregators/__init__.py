@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
     from pfl_lightning.methods.cyclic import CyclicTransfer
+    from pfl_lightning.methods.fedalt import RestOfWorld
     from pfl_lightning.methods.fedamp import FedAMP
     from pfl_lightning.methods.fedas import FisherAverage
     from pfl_lightning.methods.fedawa import FedAWA
@@ -120,6 +121,7 @@ __all__ = [
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",
+    "RestOfWorld",
     "Server",
     "StackedAverage",
     "TrainablePrototypes",
@@ -181,6 +183,7 @@ SERVERS = {
     "PrototypeTables": "fedpcl",
     "ProductAverage": "flexlora",
     "ResidualAverage": "fedex_lora",
+    "RestOfWorld": "fedalt",
     "SCAFFOLD": "scaffold",
     "StackedAverage": "flora",
     "TrainablePrototypes": "fedtgp",
