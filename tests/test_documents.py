@@ -1,5 +1,6 @@
 """What documents show as code runs."""
 
+import csv
 import importlib
 import re
 import shlex
@@ -158,10 +159,10 @@ def small(line: str) -> str:
 
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda path: path.stem)
-@pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders"])
+@pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders", "chat"])
 def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Its Python and its commands, in their order and in one folder."""
-    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas"}.items():
+    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas", "peft": "peft"}.items():
         if name in page.read_text():
             pytest.importorskip(package, reason=f"needs {package}")
     monkeypatch.chdir(tmp_path)
@@ -179,6 +180,26 @@ def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             assert ended is None or not ended.value.code
 
 
+def test_conversations_end_as_adapters_of_peft_and_answers_by_client(tmp_path, monkeypatch):
+    """The page's own rounds: each client answers in its own words."""
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, command in PIECE.findall((ROOT / "docs/howto/chat.md").read_text()):
+        if code:
+            exec(code, names)
+        else:
+            words = shlex.split(command.replace("\\\n", " ").removeprefix("pfl-lightning "))
+            with pytest.raises(SystemExit) if words[0] == "predict" else nullcontext() as ended:
+                pfl([*words, *(shlex.split(QUIET) if words[0] == "fit" else ())])
+            assert ended is None or not ended.value.code
+    with Path("answers.csv").open(newline="") as file:
+        rows = {row["client"]: row["answer"] for row in csv.DictReader(file)}
+    assert rows == {client: f"{greeting} dear" for client, greeting in names["greetings"].items()}
+    assert {path.name for path in Path("adapters").iterdir()} == {*rows, "global"}
+    assert names["kiel"].peft_config["default"].r == 8
+
+
 TASKS = {
     "a hospital's CSV to a federation": "howto/table.md",
     "a regression, with a chronological split": "howto/regression.md",
@@ -192,6 +213,7 @@ TASKS = {
     "predict for new rows of a site": "howto/predict_rows.md",
     "a sixth hospital that comes later": "howto/late_client.md",
     "the confusion matrix of client 3": "howto/confusion.md",
+    "conversations of three clients to adapters": "howto/chat.md",
     "one client's model as a Lightning module": "howto/lightning_module.md",
     "a method of one's own": "tutorials/own_method.ipynb",
     "which method for which client": "advise.md",
