@@ -37,7 +37,7 @@ class FedALT(FedIT):
     the router is a kernel of the shape of A, and mixes at each place. With dropout in the adapters the router sees
     inputs with dropout, and those of the official code don't.
 
-    Source: Bian et al., AAAI 2026 (https://arxiv.org/abs/2503.11880); jmbian/FedALT@8be3dde.
+    Source: Bian et al., 2026 (https://arxiv.org/abs/2503.11880); jmbian/FedALT@8be3dde.
 
     Raises:
         MisconfigurationException: if adapters aren't products of two plain layers, as those of embeddings and of DoRA.
