@@ -38,6 +38,13 @@ def write_models(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(configs["llama"]).save_pretrained(folder / "other")
 
 
+def write_llama(folder: Path, **settings: Any) -> None:
+    """Write a tiny Llama."""
+    transformers = pytest.importorskip("transformers", reason=WANTED)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **settings)).save_pretrained(folder)
+
+
 def texts(names: Any = None) -> TensorData:
     """Random texts, of which every third is short and padded on the right."""
     tokens = torch.randint(0, TOKENS, (TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(0))

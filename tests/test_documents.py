@@ -17,6 +17,7 @@ import yaml
 
 from command import QUIET, pfl
 from federations import fit
+from language_models import write_llama
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.data import Digits, Natural, OwnedData
 from pfl_lightning.methods.registry import METHODS
@@ -111,6 +112,8 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
     if data in WRITERS:
         root = write(data, Path("files"), 1000)
         small += f" --data.root {root}"
+        if "role_model" in str(config["model"]):
+            write_llama(Path("role_model/model"), vocab_size=66, max_position_embeddings=80)
         if data not in ("FedHeartDisease", "FedTcgaBrca"):  # their files are their clients
             small += " --data.max_samples 900 --data.num_clients 5 --data.new_clients 0"
     if "samples_per_client" in config["data"]["init_args"].get("partitioner", {}).get("init_args", {}):
