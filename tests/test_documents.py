@@ -1,5 +1,6 @@
 """What documents show as code runs."""
 
+import csv
 import doctest
 import importlib
 import re
@@ -21,6 +22,7 @@ from torch.optim import AdamW
 
 from command import QUIET, pfl
 from federations import fit
+from language_models import write_llama
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.data import Digits, Natural, OwnedData
 from pfl_lightning.methods.registry import METHODS
@@ -215,6 +217,8 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
     if data in WRITERS:
         root = write(data, Path("files"), 1000)
         small += f" --data.root {root}"
+        if "role_model" in str(config["model"]):
+            write_llama(Path("role_model/model"), vocab_size=66, max_position_embeddings=80)
         if data not in ("FedHeartDisease", "FedTcgaBrca"):  # their files are their clients
             small += " --data.max_samples 900 --data.num_clients 5 --data.new_clients 0"
     if "samples_per_client" in config["data"]["init_args"].get("partitioner", {}).get("init_args", {}):
@@ -263,10 +267,10 @@ def small(line: str) -> str:
 
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda path: path.stem)
-@pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders"])
+@pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders", "chat"])
 def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Its Python and its commands, in their order and in one folder."""
-    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas"}.items():
+    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas", "peft": "peft"}.items():
         if name in page.read_text():
             pytest.importorskip(package, reason=f"needs {package}")
     monkeypatch.chdir(tmp_path)
@@ -282,6 +286,26 @@ def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             with pytest.raises(SystemExit) if words[0] in ("compare", "predict") else nullcontext() as ended:
                 pfl(words)
             assert ended is None or not ended.value.code
+
+
+def test_conversations_end_as_adapters_of_peft_and_answers_by_client(tmp_path, monkeypatch):
+    """The page's own rounds: each client answers in its own words."""
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, command in PIECE.findall((ROOT / "docs/howto/chat.md").read_text()):
+        if code:
+            exec(code, names)
+        else:
+            words = shlex.split(command.replace("\\\n", " ").removeprefix("pfl-lightning "))
+            with pytest.raises(SystemExit) if words[0] == "predict" else nullcontext() as ended:
+                pfl([*words, *(shlex.split(QUIET) if words[0] == "fit" else ())])
+            assert ended is None or not ended.value.code
+    with Path("answers.csv").open(newline="") as file:
+        rows = {row["client"]: row["answer"] for row in csv.DictReader(file)}
+    assert rows == {client: f"{greeting} dear" for client, greeting in names["greetings"].items()}
+    assert {path.name for path in Path("adapters").iterdir()} == {*rows, "global"}
+    assert names["kiel"].peft_config["default"].r == 8
 
 
 def clicks(page: Path) -> set[Path]:

@@ -132,6 +132,10 @@ def test_other_kinds_of_rows(here, capsys):
         ("--data ages.csv", "--client is missing"),
         ("--data sites.csv --client Ulm", "'age'"),
         ("--ckpt_path gone.ckpt", "gone.ckpt"),
+        ("--data gone.txt", "gone.txt"),
+        ("--data empty.txt", "empty.txt has 0 prompts"),
+        ("--data prompts.txt", "TableData"),
+        ("--data prompts.txt --max_new_tokens 0", "--max_new_tokens is 0"),
         ("--ckpt_path runs", "checkpoints/best.ckpt"),
         ("--runs gone", "gone"),
         ("--ckpt_path lonely/checkpoints/best.ckpt", "--config"),
@@ -142,6 +146,8 @@ def test_mistakes_are_told_in_one_sentence(line, words, here, capsys):
     table[["age"]].to_csv("ages.csv", index=False)
     table[["site"]].to_csv("sites.csv", index=False)
     Path("config.yaml").write_text("{}")
+    Path("empty.txt").write_text("\n \n")
+    Path("prompts.txt").write_text("who goes there?\n")
     shutil.copytree(RUN / "checkpoints", "lonely/checkpoints")
     assert words in refusal(f"predict {line}", capsys)
     assert not Path("predictions.csv").exists()

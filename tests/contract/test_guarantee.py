@@ -33,6 +33,7 @@ REASONS = {
     "DPScaffold": "sends control beside weights",
     "Ensemble": "needs models beside weights",
     "FeatureAlignment": "sends prototypes beside weights",
+    "FedALT": "needs rest beside weights",
     "FedAS": "sends fisher beside weights",
     "FedCAC": "sends critical beside weights",
     "FedDBE": "sends feature_mean beside weights",

@@ -11,21 +11,16 @@ from torch.optim import SGD, AdamW
 
 from federations import blobs, equal, load, make_client, same_end
 from federations import fit as fit_blobs
+from language_models import ATTENTION, CLIENTS, FAMILIES, LENGTH, TOKENS, texts, write_models
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import AdapterFolders
 from pfl_lightning.client import export_adapters
 from pfl_lightning.client.adapter_folders import folder_name
-from pfl_lightning.data import TensorData
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local, PFedMe
 from pfl_lightning.nets import CausalLM, Net
 from pfl_lightning.tasks import NextToken
 
-WANTED = "pip install 'pfl-lightning[lm]' for transformers and peft, which this test is about"
-TOKENS, LENGTH, TEXTS, CLIENTS = 48, 12, 30, 3
-FAMILIES = ("llama", "qwen2", "gpt2")
-# its attention has dropout, which sdpa can't draw for each client
-ATTENTION = {"gpt2": "eager"}
 ADAPTERS = {"r": 2, "alpha": 4, "dropout": 0.1}
 ENGINES = ("sequential", "vectorised")
 
@@ -40,40 +35,14 @@ class FewShared(FedAvg):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of tiny models, by family."""
-    transformers = pytest.importorskip("transformers", reason=WANTED)
-    pytest.importorskip("peft", reason=WANTED)
-    transformers.utils.logging.disable_progress_bar()
-    sizes = {
-        **{"vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
-    }
-    gpt2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    configs = {
-        "llama": transformers.LlamaConfig(**sizes),
-        "qwen2": transformers.Qwen2Config(**sizes, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(**gpt2, bos_token_id=None, eos_token_id=None),
-    }
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    for family, config in configs.items():
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
-    torch.manual_seed(1)
-    transformers.AutoModelForCausalLM.from_config(configs["llama"]).save_pretrained(folder / "other")
+    write_models(folder)
     return folder
 
 
 def build(models, family="llama", **settings):
     settings = {"lora": ADAPTERS, "attention": ATTENTION.get(family, "sdpa"), **settings}
     return partial(CausalLM, model=str(models / family), **settings)
-
-
-def texts(names=None):
-    """Random texts, of which every third is short and padded on the right."""
-    tokens = torch.randint(0, TOKENS, (TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    targets = tokens[:, 1:].clone()
-    targets[::3, 7:] = -100
-    clients = torch.arange(TEXTS) % CLIENTS if names is None else [names[i % CLIENTS] for i in range(TEXTS)]
-    return TensorData(tokens[:, :-1], targets, client=clients, task=NextToken(TOKENS), batch_size=4)
 
 
 def client_of(net, method=FedAvg, **settings):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, stack_module_state, vmap
 
-from pfl_lightning.nets import CharGRU, Transformer
+from pfl_lightning.nets import Adapted, CharGRU, Transformer
 
 TEXTS = torch.arange(24).view(2, 12) % 9
 NETS = {
@@ -28,6 +28,13 @@ def test_many_nets_at_once(kind, lr):
     outputs = vmap(lambda weights: functional_call(nets[0], weights, (TEXTS,)))(stacked)
     assert outputs.shape == (3, 2, 12, 9)
     assert all(torch.allclose(some, net(TEXTS), atol=1e-6) for some, net in zip(outputs, nets, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "lr"), NETS.values(), ids=NETS)
+def test_adapters_begin_as_the_net_without_them(kind, lr):
+    torch.manual_seed(0)
+    adapted = Adapted((12,), 9, net=kind)
+    assert torch.equal(adapted(TEXTS), made(kind)(TEXTS))
 
 
 @pytest.mark.parametrize(("kind", "lr"), NETS.values(), ids=NETS)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pfl_lightning.methods.cfl import CFL
     from pfl_lightning.methods.cwfedavg import CwFedAvg
     from pfl_lightning.methods.cyclic import CyclicTransfer
+    from pfl_lightning.methods.fedalt import RestOfWorld
     from pfl_lightning.methods.fedamp import FedAMP
     from pfl_lightning.methods.fedas import FisherAverage
     from pfl_lightning.methods.fedasync import FedAsync
@@ -128,6 +129,7 @@ __all__ = [
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",
+    "RestOfWorld",
     "Server",
     "StackedAverage",
     "SubregionAverage",
@@ -194,6 +196,7 @@ SERVERS = {
     "ProductAverage": "flexlora",
     "PrototypeTables": "fedpcl",
     "ResidualAverage": "fedex_lora",
+    "RestOfWorld": "fedalt",
     "SCAFFOLD": "scaffold",
     "StackedAverage": "flora",
     "SubregionAverage": "floco",

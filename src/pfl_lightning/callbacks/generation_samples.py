@@ -1,6 +1,7 @@
 """Texts that clients' language models generate during a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.feature_pictures import as_used
-from pfl_lightning.engines import Engine
+from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.nets.modes import kept_modes
@@ -155,13 +156,14 @@ class GenerationSamples(FederatedCallback):
                         derive_seed(cast(int, federation.seed), "generation", done, client, place)
                     )
                     tokens = continued(
-                        engine,
+                        engine.module,
                         data.encode(prompt),
                         self.max_new_tokens,
                         window,
                         data.end_tokens,
                         self.temperature,
                         generator,
+                        engine.forward_context,
                     )
                     row = {"round": done, "client": data.client_name(client), "prompt": prompt}
                     self.rows.append(row | {"text": data.decode(tokens)})
@@ -170,32 +172,34 @@ class GenerationSamples(FederatedCallback):
 
 
 def continued(
-    engine: Engine,
+    module: ClientModule,
     tokens: list[int],
     count: int,
     window: int,
     ends: frozenset[int],
-    temperature: float,
-    generator: torch.Generator,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
 ) -> list[int]:
     """Return the tokens that a client's model generates behind some tokens.
 
     Args:
-        engine: the engine, loaded with the client.
+        module: the client's model.
         tokens: the tokens before, at least one.
         count: largest number of new tokens.
         window: largest number of tokens that the net sees.
         ends: tokens that end the text, which are left out.
         temperature: divides the logits; 0 takes the most likely token.
-        generator: draws the tokens, on the CPU.
+        generator: draws the tokens, on the CPU; None takes the global one.
+        context: what a forward pass runs in, such as autocast.
     """
-    module, made = engine.module, list[int]()
+    made = list[int]()
     # no padding: a text of its own length needs no mask in any net
     with kept_modes(module):
         module.eval()
         while len(made) < count:
             x = torch.tensor([[*tokens, *made][-window:]], device=module.device)
-            with engine.forward_context():
+            with context():
                 # on the CPU, whose generator draws the same numbers beside any device
                 logits: Tensor = module(x)[0, -1].float().cpu()
             if temperature:

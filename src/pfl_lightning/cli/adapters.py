@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pfl_lightning.methods  # noqa: F401
 from pfl_lightning.cli.usage import Arguments
-from pfl_lightning.client.adapter_folders import export_adapters
+from pfl_lightning.client.adapter_folders import GLOBAL, export_adapters
 
 DESCRIPTION = """\
 Write the adapters in a checkpoint as folders that peft loads: one for each client, by its name, and "global".
 
     pfl-lightning adapters runs/FedAvg-ChatData/version_0/checkpoints/best.ckpt adapters
 
-The net is built by the checkpoint's own settings, from the same model's folder. A run from Python writes them by
+At a site of a deployment, STATES/3/model.ckpt has those of its client 3. The net is built by the checkpoint's own
+settings, from the same model's folder. A run from Python writes them by
 pfl_lightning.client.export_adapters, or by the callback AdapterFolders.
 """
 
@@ -29,6 +30,7 @@ def main(args: list[str]) -> int:
     made.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint of a run")
     made.add_argument("folder", type=Path, metavar="FOLDER", help="parent of the folders, made if missing")
     options = made.parse_args(args)
-    count = len(export_adapters(options.checkpoint, options.folder)) - 1
-    print(f"adapters of {count} client{'s' * (count != 1)} and of the global model: {options.folder}")
+    names = [path.name for path in export_adapters(options.checkpoint, options.folder)]
+    count, whole = len(names) - names.count(GLOBAL), " and of the global model" * (GLOBAL in names)
+    print(f"adapters of {count} client{'s' * (count != 1)}{whole}: {options.folder}")
     return 0

@@ -12,12 +12,14 @@ import torch
 
 import pfl_lightning.data
 import pfl_lightning.methods
+from pfl_lightning.callbacks.generation_samples import Coded, continued
 from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
+from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.site_models import models_in
 from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
@@ -30,6 +32,10 @@ All settings come from the run's own config.yaml. The run's data are read only w
 At a site of a deployment, --state-dir predicts with the models of the site's own clients:
 
     pfl-lightning predict --state-dir /srv/clinic/states --data rows.csv --out predictions.csv
+
+Of a language model, the clients' models answer prompts, one in each line of a .txt file:
+
+    pfl-lightning predict --client all --data prompts.txt --out answers.csv
 """
 QUIET = (
     "--trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false "
@@ -72,6 +78,8 @@ def main(args: list[str]) -> int:
             "Python by trainer.predict, where the run was configured there."
         )
     config = load(file.read_text(encoding="utf-8"))
+    if options.data is not None and options.data.suffix == ".txt":
+        return answer(options, path, file, config)
     column = options.client_column or given_column(config, options)
     rows = None if options.data is None else read_rows(options.data, column, config)
     if rows is not None and rows.places and options.client:
@@ -117,7 +125,11 @@ def parser() -> Arguments:
         "--data",
         type=Path,
         metavar="FILE",
-        help="rows: a .csv or .parquet table, or inputs as .npy or .pt (default: the clients' own test rows)",
+        help="rows: a .csv or .parquet table, or inputs as .npy or .pt (default: the clients' own test rows); prompts "
+        "for a language model: a .txt file with one in each line",
+    )
+    made.add_argument(
+        "--max_new_tokens", type=int, default=64, metavar="N", help="longest answer to a prompt (default: 64)"
     )
     made.add_argument(
         "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="default: predictions.csv"
@@ -205,6 +217,61 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows
     if path.suffix == ".pt":
         return Rows(torch.load(path, map_location="cpu", weights_only=True), {})
     raise UsageError(f"predict: --data {path} must be a .csv, .parquet, .npy or .pt file.")
+
+
+def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> int:
+    """Write what clients' models answer to prompts, the most likely token each time, as a CSV file.
+
+    Args:
+        options: the command's options.
+        path: the checkpoint, or a site's folder.
+        file: the run's configuration.
+        config: its contents.
+
+    Raises:
+        UsageError: if there are no prompts or no such clients, or the run has no texts.
+    """
+    if not options.data.is_file():
+        raise UsageError(f"predict: --data {options.data} is no file; give a .txt file with a prompt in each line.")
+    prompts = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts or options.max_new_tokens < 1:
+        raise UsageError(
+            f"predict: --data {options.data} has {len(prompts)} prompts and --max_new_tokens is "
+            f"{options.max_new_tokens}; both must be at least 1."
+        )
+    data = configured(["--config", str(file), *QUIET.split()]).datamodule
+    if not isinstance(data, Coded):
+        raise UsageError(
+            f"predict: --data {options.data} has prompts, and the run's data, {type(data).__name__}, no texts; give a "
+            ".csv, .parquet, .npy or .pt file."
+        )
+    at_site = options.state_dir is not None
+    models = models_in(options.state_dir, best=options.ckpt_path == "best") if at_site else {}
+    clients = None if options.client in (None, ["all"]) else options.client
+    if clients is None:
+        # a site's files are found by names and by ids, of which the name comes first
+        clients = list({place: name for name, place in reversed(models.items())}.values())[::-1]
+    names: list[str] = []
+    if not at_site:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"]
+        names = list(saved.get("names") or [])
+        clients = clients or names or list(map(str, saved["payloads"]))
+    if strangers := [client for client in clients if at_site and client not in models]:
+        raise UsageError(f"predict: client {strangers[0]} is not at this site, which has {', '.join(models)}.")
+    kind = class_of(config, "model", pfl_lightning.methods)
+    rows = []
+    [window] = data.input_shape
+    for client in clients:
+        # names come before ids
+        whose = int(client) if client.isdigit() and client not in names and not at_site else client
+        model = kind.load_from_checkpoint(models.get(client, path), map_location="cpu", client=whose)
+        for prompt in prompts:
+            tokens = continued(model, data.encode(prompt), options.max_new_tokens, window, data.end_tokens)
+            rows.append({"client": client, "prompt": prompt, "answer": data.decode(tokens)})
+    options.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    write_rows(options.out, rows)
+    print(f"{len(rows)} answers of {len(clients)} client{'s' * (len(clients) != 1)}: {options.out}")
+    return 0
 
 
 def predictions_at_site(

@@ -1,5 +1,6 @@
 """Write clients' adapters as folders that ``peft`` loads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -56,7 +57,8 @@ def export_adapters(
 ) -> list[Path]:
     """Write the adapters in a federation's checkpoint: a folder for each client by name, and ``global``.
 
-    Each client's model is that of ``load_from_checkpoint(checkpoint, client=NAME)``.
+    Each client's model is that of ``load_from_checkpoint(checkpoint, client=NAME)``. A checkpoint of a site of a
+    deployment has one client, and no global model.
 
     Args:
         checkpoint: the checkpoint.
@@ -74,11 +76,16 @@ def export_adapters(
         raise MisconfigurationException(f"checkpoint={str(checkpoint)!r} is no file; give a .ckpt of a run.")
     # once: a language model takes long to load
     model = method.load_from_checkpoint(checkpoint, **kwargs)
-    written = [Path(folder, GLOBAL)]
-    save_adapters(model, written[0])
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["federation"]
+    written: list[Path] = []
+    names: Sequence[int | str] = saved.get("names") or range(len(saved["payloads"]))
+    # at a site by its name, or else its id, both of which are there
+    if at_site := saved.get("own"):
+        names = [next(iter(at_site))]
+    else:
+        written.append(Path(folder, GLOBAL))
+        save_adapters(model, written[0])
     modules = model.architectures()
-    names = saved.get("names") or range(len(saved["payloads"]))
     for client in [*names, *(name for name in joined_models(checkpoint, saved) if name not in map(str, names))]:
         own = saved_client(checkpoint, saved, client, model.architecture_of, model.device)
         modules[own.architecture].become_saved(own)

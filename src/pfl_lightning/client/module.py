@@ -1,10 +1,10 @@
 """The client module: one client of a federation as a LightningModule, with the hooks of a method's client side."""
 
+import copy
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -150,6 +150,16 @@ class ClientModule(LightningModule):
         """
         made = super().__new__(cls)
         vars(made).update(_made_with=(own_containers(args), own_containers(kwargs)), _architecture=0)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy with the same builders of nets and optimizers, and without the Trainer."""
+        # nobody changes builders, and those of the command line lead to the Trainer, its engines and its open files
+        builders = (self._made_with, self.nets, self._build, self.optimizer, self.lr_scheduler)
+        memo.update({id(builder): builder for builder in builders})
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
     def extra_repr(self) -> str:
@@ -603,7 +613,7 @@ class ClientModule(LightningModule):
         # two rows: one would be taken for a constant
         example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
         # frozen, as TorchScript takes no parameters for constants that could still be trained
-        model = Forward(deepcopy(self).eval().requires_grad_(False)).eval()
+        model = Forward(copy.deepcopy(self).eval().requires_grad_(False)).eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # TorchScript is deprecated, and there are programs that read nothing else

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
-from pfl_lightning.client.common import personal_entries, whole_model
+from pfl_lightning.client.common import common_parameters, personal_entries, whole_model
+from pfl_lightning.client.module import base_digest, loadable
 from pfl_lightning.contract.task import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
@@ -271,8 +272,26 @@ class Worker:
     def _keep_model(self, job: Job, told: Told) -> None:
         """Write a client's received model to the site's disk, for use at the site."""
         run = {"id": self.run, "settings": {"trainer.evaluate": self.trainer.rounds.evaluate}}
+        architecture = told[job.client]["architecture"]
         with undisturbed():
-            keep_model(self.states, job, self.modules, told[job.client]["architecture"], self.site, run)
+            keep_model(self.states, job, self.modules, architecture, self.site, run, self._bases[architecture])
+
+    @cached_property
+    def _bases(self) -> list[str | None]:
+        """Fingerprints of frozen weights that models on the disk are without, by architecture; None where they are in.
+
+        As in the checkpoints of a simulation, they are left out by ``trainer.checkpoint_common=false``, and always
+        where they are quantised.
+        """
+        left_out = [
+            not self.trainer.rounds.checkpoint_common or bool(module.common_names - loadable(module).keys())
+            for module in self.modules
+        ]
+        digests = [
+            base_digest(module, common_parameters(module).keys()) if out else None
+            for module, out in zip(self.modules, left_out, strict=True)
+        ]
+        return digests
 
     def _results(
         self, told: Told, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]

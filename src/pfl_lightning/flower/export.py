@@ -30,6 +30,7 @@ def keep_model(
     architecture: int,
     site: Site,
     run: Mapping[str, Any],
+    base: str | None = None,
 ) -> None:
     """Save a client's model as received from the server, replacing the client's earlier checkpoint.
 
@@ -42,6 +43,7 @@ def keep_model(
         architecture: index of the client's module in ``architectures``; the module is left in the client's state.
         site: the site's clients and data.
         run: ``id`` of the run, and those of its ``settings`` that predictions look at.
+        base: fingerprint of the module's frozen weights, which are left out then; None saves them.
 
     Raises:
         OSError: if the file can't be written; the earlier checkpoint stays.
@@ -63,7 +65,7 @@ def keep_model(
     name = site.names[job.client] if site.names else local
     checkpoint = {
         "pytorch-lightning_version": lightning.__version__,
-        "state_dict": whole_model(module),
+        "state_dict": whole_model(module, common=base is None),
         "hyper_parameters": hparams,
         # with the payload: some methods build from it what no state_dict has
         "federation": {
@@ -74,6 +76,7 @@ def keep_model(
             # by the federation's id too; by the id at the site never, which is another client's elsewhere
             "own": {**({name: kept} if isinstance(name, str) else {}), str(job.client): kept},
             **run,
+            **({} if base is None else {"base": [base]}),
         },
         **inputs,
     }

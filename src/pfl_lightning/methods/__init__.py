@@ -33,6 +33,7 @@ from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.fedala import FedALA
+from pfl_lightning.methods.fedalt import FedALT
 from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.methods.fedas import FedAS
 from pfl_lightning.methods.fedavg import FedAvg
@@ -130,6 +131,7 @@ __all__ = [
     "FLoRA",
     "FeatureAlignment",
     "FedALA",
+    "FedALT",
     "FedAS",
     "FedAvg",
     "FedBABU",

@@ -59,11 +59,8 @@ class FedDPA(FedIT):
         own: StateDict = {}
         for pair in self.pairs:
             a, b = self.get_parameter(pair.a), self.get_parameter(pair.b)
-            # as linear layers begin
-            bound = 1 / math.sqrt(a[0].numel())
-            own |= {pair.a: torch.empty_like(a).uniform_(-bound, bound), pair.b: torch.zeros_like(b)}
-        # names of parameters can't have dots
-        self.own = nn.ParameterDict({key(name): nn.Parameter(tensor.detach()) for name, tensor in own.items()})
+            own |= {key(pair.a): rows_like(a, len(a)), key(pair.b): torch.zeros_like(b)}
+        self.own = nn.ParameterDict({name: nn.Parameter(tensor.detach()) for name, tensor in own.items()})
         # a buffer, so that it stays with the client as its adapters do
         self.register_buffer("has_own", torch.tensor(False))
 
@@ -113,8 +110,19 @@ class FedDPA(FedIT):
         return AdapterAverage(weighting="uniform")
 
 
+def rows_like(a: Tensor, rows: int) -> Tensor:
+    """Return random rows of a factor A, as linear layers begin.
+
+    Args:
+        a: the factor ``[r, ...]``.
+        rows: number of rows.
+    """
+    bound = 1 / math.sqrt(a[0].numel())
+    return a.new_empty(rows, *a.shape[1:]).detach().uniform_(-bound, bound)
+
+
 def key(name: str) -> str:
-    """Return a factor's name as that of the client's own factor.
+    """Return a factor's name as that of the client's own factor, since names of parameters can't have dots.
 
     Args:
         name: the factor's name.

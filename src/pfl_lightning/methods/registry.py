@@ -208,6 +208,7 @@ METHODS = (
     Method("FedEx-LoRA", m.FedExLoRA),
     Method("FLoRA", m.FLoRA),
     Method("FedDPA", m.FedDPA),
+    Method("FedALT", m.FedALT),
 )
 """All methods, in the table's order. A new method needs one entry; the table's columns are found from the classes."""
 

@@ -68,7 +68,7 @@ class RecurrentUnits(nn.Module):
         if x.is_floating_point():
             raise MisconfigurationException("net CharGRU takes letter numbers, int64; net MLP takes quantities.")
         of_inputs = self.of_input(self.letters(x))
-        state = of_inputs.new_zeros(len(x), self.of_state.in_features)
+        state = of_inputs.new_zeros(len(x), of_inputs.shape[-1] // 3)
         states = []
         for of_input in of_inputs.unbind(1):
             reset, update, candidate = of_input.chunk(3, -1)
