@@ -139,6 +139,7 @@ class Federation(LightningModule):
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
+        self._welcomed: set[int] = set()
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -455,7 +456,31 @@ class Federation(LightningModule):
         # A client that has never trained has no state yet and begins with the initial personal entries.
         if (state := self.clients.get(client)) is None:
             state = ClientState(self.initial[self.architecture_of(client) if len(self.initial) > 1 else 0])
-        return state, self.aggregator.download(client)
+        return state, self._payload(client)
+
+    def _payload(self, client: int) -> Message:
+        """Return a client's payload: a newcomer's for a client that has joined and not taken part so far."""
+        is_new = client in self._welcomed and client not in self.clients
+        return self.welcome(client) if is_new else self.aggregator.download(client)
+
+    def grow(self, names: Sequence[str]) -> None:
+        """Let clients at sites join from the coming round on, with the next ids; each first gets a newcomer's payload.
+
+        Args:
+            names: names of the new clients.
+        """
+        first = self.data.num_clients
+        cast(Any, self.data).grow(names)
+        clients = self.data.num_clients
+        self._welcomed.update(range(first, clients))
+        self.trained["names"] = self.data.client_names
+        self.trained["sizes"] = [*self.trained["sizes"], *[0] * (clients - first)]
+        self.trained["partition"] = fingerprint(self.data)
+        self.options.cohort.sizes = self.sizes(range(clients), "train")
+        # cohorts count a share of all clients, which a resumed run compares
+        rounds = rounds_of(self.options, self.trainer, clients)
+        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        self.trained["settings"] = self.settings
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
@@ -1112,7 +1137,7 @@ class Federation(LightningModule):
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
-            "payloads": {client: self.aggregator.download(client) for client in clients},
+            "payloads": {client: self._payload(client) for client in clients},
             "newcomer": self._newcomer_payload(),
         }
 
@@ -1146,6 +1171,10 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the checkpoint's clients are not those of the data module.
         """
+        # clients that joined an earlier part of the run beyond the number of the settings
+        later = state.get("names", [])[self.data.num_clients :] if self.data.at_sites else []
+        if later and len(state["names"]) <= self.data.most_clients:
+            self.grow(later)
         if self._meet(state) or state["seed"] != self.seed:
             # Servers draw random numbers from the run's seed, here the checkpoint's and not this process's.
             self._set_up_server(state["seed"])

@@ -53,6 +53,7 @@ JOB = {
     "kept": "",
     "live": "",
     "once": "",
+    "name": "",
     "sum": "",
     "most": 0,
     "agreement": "",
@@ -124,7 +125,8 @@ class Worker:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
         greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
-        return {"hello": {**greeting, "secret": self.states.secret(), "clients": self.site.sizes()}}
+        clients = {"clients": self.site.sizes(), "new": self.site.joining()}
+        return {"hello": {**greeting, "secret": self.states.secret(), **clients}}
 
     @property
     def summing(self) -> SecureSum | None:
@@ -294,6 +296,8 @@ class Worker:
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:
+        if row["name"]:
+            self.site.join(client, row["name"])
         samples = self.site.client(client)
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")

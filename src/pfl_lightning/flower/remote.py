@@ -98,6 +98,7 @@ class Remote(Engine):
         # a site with a wrong metric has it every round, so that each kind of warning comes once per node
         self._told: set[int] = set()
         self._told_far: set[int] = set()
+        self.joined: Sequence[int] = ()
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -112,10 +113,15 @@ class Remote(Engine):
         return frozenset(range(self.link.clients)).difference(self.link.present)
 
     @property
-    def taken(self) -> dict[str, float]:
-        """Return the slowest site's training seconds and the evaluations' bytes for the round's record."""
+    def taken(self) -> dict[str, Any]:
+        """Return the slowest site's training seconds, the evaluations' bytes, and the ids of clients that have joined
+        where clients may, for the round's record."""
         # sites train at the same time, so that the slowest one decides how long a round takes
-        return {"time/site": max(self._seconds.values(), default=0.0), "bytes/evaluate": self._evaluated}
+        taken: dict[str, Any] = {"time/site": max(self._seconds.values(), default=0.0)}
+        taken["bytes/evaluate"] = self._evaluated
+        if self.link.most > self.link.founders:
+            taken["joined"] = " ".join(map(str, self.joined))
+        return taken
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yield outcomes in the order of sites' answers; a client with a wrong answer gets a refused outcome."""
@@ -319,6 +325,8 @@ class Remote(Engine):
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
                 "once": " ".join(sorted(job.once & job.payload.keys())),
+                # a site learns the id of its new client by this
+                "name": self.link.names[client] if client >= self.link.founders else "",
                 **(sums or {"sum": "", "most": 0, "agreement": ""}),
             }
             for client, job in asked.items()
