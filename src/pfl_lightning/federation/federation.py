@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -140,6 +140,7 @@ class Federation(LightningModule):
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
         self._welcomed: set[int] = set()
+        self._drawn: tuple[int, list[int]] = -1, []
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -547,10 +548,12 @@ class Federation(LightningModule):
             self.evaluations.after.clear()
         away = frozenset().union(*(engine.absent for engine in self.engines))
         there = [client for client in clients if client not in away]
-        size = min(self.options.cohort_size(len(clients)), len(there))
-        self._selection_bytes = [0, 0]
-        # One client stands for all where one trains on all samples.
-        cohort = clients[:1] if self.client.pools else self._cohort(there, size)
+        if self._drawn[0] == self.round:
+            cohort = self._drawn[1]
+        else:
+            self._selection_bytes = [0, 0]
+            # One client stands for all where one trains on all samples.
+            cohort = clients[:1] if self.client.pools else self._cohort(there, len(clients))
         choosing = time.perf_counter() - start
         self.evaluations.results = {}
         # The columns of every round, in their order.
@@ -610,16 +613,32 @@ class Federation(LightningModule):
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
 
-    def _cohort(self, clients: Sequence[int], size: int) -> list[int]:
+    def coming(self, away: Collection[int]) -> dict[int, Job]:
+        """Return the jobs of the coming round by client, whose cohort is drawn by this; empty where clients take turns.
+
+        Args:
+            away: ids of the clients out of reach.
+        """
+        clients = range(self.data.num_clients)
+        self._selection_bytes = [0, 0]
+        there = [client for client in clients if client not in away]
+        cohort = self._cohort(there, len(clients))
+        if self.aggregator.turns(cohort, self.round) is not None:
+            return {}
+        self._drawn = self.round, cohort
+        return {client: self.job(client, self.options.splits_after) for client in cohort}
+
+    def _cohort(self, clients: Sequence[int], every: int) -> list[int]:
         """Return the sorted client ids of the round's cohort.
 
         Args:
             clients: ids of all clients within reach.
-            size: the number of clients to choose.
+            every: the number of all clients.
 
         Raises:
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
+        size = min(self.options.cohort_size(every), len(clients))
         # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
         stream = random.Random(derive_seed(cast(int, self.seed), "cohort", self.round))
         chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))

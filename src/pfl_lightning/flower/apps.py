@@ -199,6 +199,7 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         quorum=quorum_in(run),
         status=status,
         max_clients=int(run.get("max-clients", 0)),
+        together=bool(run.get("evaluate-with-training", False)),
     )
 
 

@@ -48,6 +48,7 @@ JOB = {
     "seed": 0,
     "lr_factor": 1.0,
     "evaluate": "",
+    "measure": "",
     "requested": "",
     "withheld": "",
     "kept": "",
@@ -188,18 +189,32 @@ class Worker:
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         trained: list[Job] = []
+        before = self._measured(told, content)
         device = self.trainer.strategy.root_device.type
         # rounds elsewhere run inside Lightning's loop, which enters this context; engines enter autocast themselves
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client])
+                    records[f"{job.client}/answer"] |= before.get(job.client, {})
                     trained.append(job)
         # a server may never ask for an evaluation, which would keep the models; a failure here changes no answer
         for job in trained:
             with failing(records, [job.client]):
                 self._keep_model(job, told)
         return records
+
+    def _measured(self, told: Told, content: RecordDict) -> dict[int, dict[str, Any]]:
+        """Return the metrics of the received models that a training message asks for, by client.
+
+        A client that fails has none here; its training then tells the reason.
+        """
+        asked = {client: row | {"evaluate": row["measure"]} for client, row in told.items() if row["measure"]}
+        # as of an evaluation's own message, so that its metrics are the same
+        with undisturbed():
+            return {
+                client: {"before": metrics} for _, (client, metrics) in self._results(asked, content, {}, "evaluation")
+            }
 
     def _trained(self, job: Job, outcome: Outcome, row: Mapping[str, Any]) -> Records:
         """Return a trained client's records for the server, after the client's state is on the site's disk."""

@@ -69,6 +69,8 @@ grace = 30
 wait-for-lost = 0
 # a late answer counts in the client's next training up to so many rounds later; 0 drops late answers
 late-rounds = 0
+# a round's model is evaluated at a site as it comes for the next round's training: one message a round, not two
+evaluate-with-training = false
 # file for what `pfl-lightning status` shows; on another machine it is in the folder of runs there
 status = {status}
 # largest norm of what a client changes; 0 refuses none, and warns of one far above the median

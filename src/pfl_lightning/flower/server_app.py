@@ -39,10 +39,11 @@ class States(FederatedCallback):
     Args:
         link: the connection to the sites.
         patience: seconds in a round for enough clients to have a site.
+        together: whether validations go with the next round's training.
     """
 
-    def __init__(self, link: Link, patience: float) -> None:
-        self._link, self._patience = link, patience
+    def __init__(self, link: Link, patience: float, together: bool = False) -> None:
+        self._link, self._patience, self._together = link, patience, together
         self._federation: Federation | None = None
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
@@ -92,8 +93,17 @@ class States(FederatedCallback):
         """Begin the measurements of a round."""
         self._engine.begin_round()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the validation go with the next round's training, if there is a next round."""
+        federation = cast(Federation, pl_module)
+        goes_on = 0 < federation.round < (trainer.max_epochs or 0) and not trainer.should_stop
+        # metrics after training come with the training anyway
+        if self._together and goes_on and federation.options.evaluate != "after":
+            self._engine.coming = federation.coming
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the engine's measurements of a round to the round's metrics, before loggers write the row."""
+        self._engine.coming = None
         cast(Federation, pl_module).metrics |= self._engine.taken
 
     # rounds without an evaluation have no validation
@@ -137,6 +147,7 @@ def serve(
     quorum: Quorum | None = None,
     status: Path | None = None,
     max_clients: int = 0,
+    together: bool = False,
 ) -> Federation:
     """Train a federation of clients at sites.
 
@@ -161,6 +172,8 @@ def serve(
         status: file for the state of sites and rounds, which ``pfl-lightning status`` shows; None writes none.
         max_clients: largest number of clients, up to which sites with further names may join while the federation runs;
             0 is the data's number.
+        together: whether sites evaluate a round's model as they get it for the next round's training, by one message a
+            round in the place of two.
 
     Returns:
         The federation after its last round.
@@ -180,6 +193,8 @@ def serve(
         initial = initial_of(client.architectures())
     quorum = quorum or Quorum()
     check_quorum(quorum, trainer, client, aggregator, data.num_clients)
+    if together:
+        check_together(trainer, client, aggregator, quorum)
     if max_clients:
         check_joining(max_clients, trainer, client, aggregator, data.num_clients, names)
     cohort = trainer.rounds.cohort_size(data.num_clients)
@@ -187,7 +202,7 @@ def serve(
     link = Link(grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, link.names, max_clients)
-    progress, states = Progress(link, status, ckpt_path), States(link, patience)
+    progress, states = Progress(link, status, ckpt_path), States(link, patience, together)
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
@@ -249,6 +264,33 @@ def check_quorum(
         reason = "a guarantee of privacy" if private else "trainer.secure_sum"
         raise MisconfigurationException(
             f"late-rounds={quorum.late_rounds} counts an update in a later round, which {reason} doesn't allow; take 0."
+        )
+
+
+def check_together(
+    trainer: FederatedTrainer, client: ClientModule, aggregator: Aggregator | None, quorum: Quorum
+) -> None:
+    """Refuse evaluations that go with the next round's training where a training ahead would count or cost more.
+
+    Args:
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        quorum: the answers that are enough to end a phase.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    server = aggregator or client.configure_aggregator()
+    reasons = {
+        "trainer.example_privacy counts each training of a client": trainer.rounds.example_privacy is not None,
+        "trainer.secure_sum trains in steps of its own": trainer.rounds.secure_sum is not None,
+        f"the guarantee of aggregator {server.name} counts each training": bool(server.guarantee),
+        f"late-rounds={quorum.late_rounds} takes answers of earlier rounds": quorum.late_rounds > 0,
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), None):
+        raise MisconfigurationException(
+            f"evaluate-with-training=true has clients train before the round begins, and {reason}; take false."
         )
 
 
