@@ -22,6 +22,7 @@ from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.first_exchange import kept, take_over
 from pfl_lightning.flower.link import MOST_SAMPLES, Keys, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
@@ -101,13 +102,18 @@ def worker_of(folder: Path, context: Context) -> Worker:
         check_class_paths({"model": settings["model"]}, own)
 
     cli = configured(args, check)
+    states = StateVersions(state_folder(node, context.node_id))
+    run = context.run_config
+    agrees = bool(exchange_in(run))
     cli.datamodule.prepare_data()
     cli.datamodule.setup()
+    if agrees and (agreed := kept(states.folder)):
+        take_over(cli.datamodule, agreed)
     return Worker(
         cli.trainer,
         cli.model,
-        Site.of(node, cli.datamodule, names_in(context.run_config), joins_in(context.run_config)),
-        StateVersions(state_folder(node, context.node_id)),
+        Site.of(node, cli.datamodule, names_in(run), joins_in(run), agrees),
+        states,
         cli.aggregator,
         context.state,
         cli.text(),
@@ -200,6 +206,7 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         status=status,
         max_clients=int(run.get("max-clients", 0)),
         together=bool(run.get("evaluate-with-training", False)),
+        first_exchange=exchange_in(run),
     )
 
 
@@ -241,6 +248,15 @@ def names_in(run: Mapping[str, Any]) -> list[str]:
         run: Flower's ``run_config``: ``names`` has the names, separated by commas.
     """
     return [name.strip() for name in str(run.get("names", "")).split(",") if name.strip()]
+
+
+def exchange_in(run: Mapping[str, Any]) -> list[str]:
+    """Return what sites tell of their tables before the first round.
+
+    Args:
+        run: Flower's ``run_config``.
+    """
+    return str(run.get("first-exchange", "")).split()
 
 
 def joins_in(run: Mapping[str, Any]) -> bool:

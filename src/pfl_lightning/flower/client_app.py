@@ -1,5 +1,6 @@
 """Flower's app of a site: train and evaluate the site's clients, and keep personal state on the site's disk."""
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import CONFIG, keep_model
+from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, take_over, values_of
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
@@ -120,8 +122,36 @@ class Worker:
             check_task(module, self.site.data)
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
-    def hello(self) -> Records:
-        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts."""
+    def first(self, content: RecordDict) -> Records:
+        """Return what the site tells of its rows before the first round.
+
+        Raises:
+            Refused: if the site's operator hasn't allowed it, or its configuration has a guarantee.
+        """
+        asked = unpack(content, "first", ASKED, limit=0)
+        kinds = asked["kinds"].split()
+        self.site.check_exchange(kinds)
+        if reason := guards(self.trainer, self.aggregator):
+            raise Refused(f"first-exchange={asked['kinds']!r} tells of its rows, which {reason} doesn't cover.")
+        had = kept(self.states.folder) if asked["resumed"] else ""
+        values = had or json.dumps(values_of(self.site.data, kinds, asked["words"]))
+        clients = len(self.site.clients) + len(self.site.joining())
+        return {"first": {"values": values, "clients": clients, "agreed": bool(had)}}
+
+    def hello(self, content: RecordDict) -> Records:
+        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts.
+
+        Raises:
+            Refused: if the site's inputs depend on rows of other sites.
+        """
+        told = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": ""}, limit=0)
+        if told["agreed"]:
+            if not self.site.agrees:
+                raise Refused("the server has values of an exchange before the first round, and its app has none.")
+            checked(told["agreed"])
+            take_over(self.site.data, told["agreed"])
+            keep(self.states.folder, told["agreed"])
+        self.site.check_inputs()
         if self.config:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
@@ -329,6 +359,19 @@ class Worker:
         return Job(client, row["round"], state, payload, samples, row["seed"], row["lr_factor"], splits)
 
 
+def guards(trainer: FederatedTrainer, aggregator: Aggregator) -> str:
+    """Return what bounds the knowledge of a server about clients' rows; an empty text if nothing does.
+
+    Args:
+        trainer: the settings of rounds.
+        aggregator: the server side.
+    """
+    rounds = trainer.rounds
+    if rounds.example_privacy is not None or rounds.secure_sum is not None:
+        return "trainer.secure_sum" if rounds.example_privacy is None else "trainer.example_privacy"
+    return f"the guarantee of aggregator {aggregator.name}" if aggregator.guarantee else ""
+
+
 @contextmanager
 def failing(records: Records, clients: Iterable[int]) -> Iterator[None]:
     """Catch an error, and write the reason as the answer of each client without an answer.
@@ -355,7 +398,8 @@ def reason(error: Exception) -> dict[str, str]:
 
 
 WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
-    "query": lambda worker, content: worker.hello(),
+    "query": Worker.hello,
+    "query.first": Worker.first,
     "query.offer": Worker.offer,
     "query.share": Worker.share,
     "query.reveal": Worker.reveal,

@@ -71,6 +71,9 @@ wait-for-lost = 0
 late-rounds = 0
 # a round's model is evaluated at a site as it comes for the next round's training: one message a round, not two
 evaluate-with-training = false
+# what sites tell of their tables before the first round, so that all make the same inputs of them: "classes" and
+# "categories", which are texts, and "scales", means and deviations of columns; each site has to allow it
+first-exchange = ""
 # file for what `pfl-lightning status` shows; on another machine it is in the folder of runs there
 status = {status}
 # largest norm of what a client changes; 0 refuses none, and warns of one far above the median

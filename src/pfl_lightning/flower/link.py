@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data.client_names import client_label
+from pfl_lightning.flower.first_exchange import TOLD, FirstExchange
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
@@ -42,6 +43,8 @@ Keys: TypeAlias = Mapping[str, Mapping[int | str, int]]
 clients that may join later."""
 NODE_GONE = 5
 """Flower's error code for a node without heartbeats."""
+FIRST = "query.first"
+"""Flower's type of the question before the first round."""
 GONE = (3, 4, NODE_GONE)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
@@ -140,6 +143,7 @@ class Link:
         quorum: the answers that are enough to end a phase.
         cohort: number of clients in a full round; None is all.
         most: largest number of clients, with those that join by name; 0 is the number of clients.
+        first: the exchange before the first round; None for none.
     """
 
     def __init__(
@@ -154,11 +158,12 @@ class Link:
         quorum: Quorum | None = None,
         cohort: int | None = None,
         most: int = 0,
+        first: FirstExchange | None = None,
     ) -> None:
         self.names = list(names)
         """Names by id; the server's data module has the same list, and adds the clients that join."""
         self.grid, self.founders, self.initial, self.keys = grid, clients, initial, keys
-        self.most = most or clients
+        self.most, self.first = most or clients, first
         self.timeout, self.poll = timeout, poll
         self.quorum, self.cohort = quorum or Quorum(), cohort or clients
         self.sizes: dict[int, dict[str, int]] = {}
@@ -383,7 +388,11 @@ class Link:
         self._waiting = {node: greeting for node, greeting in self._waiting.items() if node in alive}
         for node in alive.keys() - self._greeted:
             self._greeted.add(node)
-            hello = {"hello": {"version": VERSION, "num_clients": self.clients}}
+            if self.first is not None and not self.first.agreed:
+                self._push(Sent(node, kind=FIRST), pack({"first": self.first.question()}), "first")
+                continue
+            agreed = "" if self.first is None else self.first.agreed
+            hello = {"hello": {"version": VERSION, "num_clients": self.clients, "agreed": agreed}}
             self._push(Sent(node), pack(hello), "hello")
 
     def _push(self, sent: Sent, content: RecordDict, group: str) -> None:
@@ -417,6 +426,8 @@ class Link:
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
             elif sent.clients:
                 yield sent, reply.content
+            elif sent.kind == FIRST:
+                self._heard_first(sent.node, reply.content)
             else:
                 self._heard(sent.node, reply.content)
 
@@ -447,6 +458,20 @@ class Link:
         oldest = round - self.quorum.late_rounds
         self._kept = {client: kept for client, kept in self._kept.items() if kept[0] >= oldest}
         return [(client, self._kept.pop(client)[1]) for client in sorted(self._kept.keys() & set(open_))]
+
+    def _heard_first(self, node: int, content: RecordDict) -> None:
+        """Take a site's answer before the first round; warn of a wrong answer, and do without it."""
+        first = cast(FirstExchange, self.first)
+        try:
+            check_failure(content)
+            told = unpack(content, "first", TOLD, limit=0)
+            if not 0 < told["clients"] <= self.most:
+                raise Refused(f"it says that it has {shown(told['clients'])} clients, of {self.most} in all.")
+            # asked for the next step, or greeted
+            self._greeted -= set(first.take(node, told))
+        except Refused as refusal:
+            self.refusals[node] = str(refusal)
+            rank_zero_warn(f"node {node} is refused: {refusal}")
 
     def _heard(self, node: int, content: RecordDict) -> None:
         """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""

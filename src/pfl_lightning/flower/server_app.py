@@ -19,6 +19,8 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.flower.client_app import guards
+from pfl_lightning.flower.first_exchange import FirstExchange, check_kinds
 from pfl_lightning.flower.link import Keys, Link, Quorum, initial_of
 from pfl_lightning.flower.progress import Progress
 from pfl_lightning.flower.remote import Remote
@@ -148,6 +150,7 @@ def serve(
     status: Path | None = None,
     max_clients: int = 0,
     together: bool = False,
+    first_exchange: Sequence[str] = (),
 ) -> Federation:
     """Train a federation of clients at sites.
 
@@ -174,6 +177,7 @@ def serve(
             0 is the data's number.
         together: whether sites evaluate a round's model as they get it for the next round's training, by one message a
             round in the place of two.
+        first_exchange: what sites tell of their tables before the first round: ``classes``, ``categories``, ``scales``.
 
     Returns:
         The federation after its last round.
@@ -197,9 +201,14 @@ def serve(
         check_together(trainer, client, aggregator, quorum)
     if max_clients:
         check_joining(max_clients, trainer, client, aggregator, data.num_clients, names)
+    first = None
+    if first_exchange:
+        check_exchange(first_exchange, trainer, client, aggregator, data)
+        classes = data.task.outputs if data.task.has_classes else None
+        first = FirstExchange(first_exchange, quorum.min_available or data.num_clients, classes, ckpt_path is not None)
     cohort = trainer.rounds.cohort_size(data.num_clients)
     keys_now = keys if keys is None or callable(keys) else lambda: keys
-    link = Link(grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients)
+    link = Link(grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, link.names, max_clients)
     progress, states = Progress(link, status, ckpt_path), States(link, patience, together)
@@ -291,6 +300,38 @@ def check_together(
     if reason := next((words for words, holds in reasons.items() if holds), None):
         raise MisconfigurationException(
             f"evaluate-with-training=true has clients train before the round begins, and {reason}; take false."
+        )
+
+
+def check_exchange(
+    kinds: Sequence[str],
+    trainer: FederatedTrainer,
+    client: ClientModule,
+    aggregator: Aggregator | None,
+    data: FederatedDataModule,
+) -> None:
+    """Refuse an exchange before the first round under a guarantee, or where the server has samples of its own.
+
+    Args:
+        kinds: what is exchanged.
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        data: the server's data module.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    check_kinds(kinds)
+    if reason := guards(trainer, aggregator or client.configure_aggregator()):
+        raise MisconfigurationException(
+            f"first-exchange={' '.join(kinds)!r} tells the server of clients' rows, which {reason} doesn't cover; "
+            "leave it empty, and give classes, categories and scales in the configuration."
+        )
+    if data.public is not None or data.central_test is not None or data.server_fraction > 0:
+        raise MisconfigurationException(
+            f"first-exchange={' '.join(kinds)!r} is of sites' rows, and the server has samples of its own; give "
+            "classes, categories and scales in the configuration."
         )
 
 

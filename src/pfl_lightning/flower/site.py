@@ -31,6 +31,7 @@ class Site:
         clients: the ids of the site's clients in the federation; a text is the name of a client that is to join.
         allow: entries of updates that may be sent beside ``weights`` and ``num_samples``, such as ``class_counts``.
         names: names of all clients by id, as the server gives them; empty for clients known by ids alone.
+        agrees: whether sites agree on what makes inputs of rows before the first round, so that it may be missing now.
 
     Raises:
         MisconfigurationException: if the ids don't fit the data's clients, or if the data have the site's clients alone
@@ -43,6 +44,7 @@ class Site:
         clients: Sequence[int | str],
         allow: Iterable[str] = (),
         names: Sequence[str] = (),
+        agrees: bool = False,
     ) -> None:
         check_drift(data)
         self.data = data
@@ -60,15 +62,21 @@ class Site:
                 "clients; name each of these once by its id in the federation, or some of them by their own."
             )
         # with a part of the rows a site would, say, scale inputs in another way than the other sites
-        if len(own) == data.num_clients and (reason := data.needs_all_clients):
-            raise MisconfigurationException(reason)
+        self._has_all, self.agrees = len(own) < data.num_clients, agrees
+        if self.lacking and not agrees:
+            raise MisconfigurationException(self.lacking)
         pairs = list(zip(clients, own, strict=True))
         self._own: dict[int, int] = {client: place for client, place in pairs if isinstance(client, int)}
         self._new: dict[str, int] = {client: place for client, place in pairs if isinstance(client, str)}
 
     @classmethod
     def of(
-        cls, settings: Mapping[str, Any], data: FederatedDataModule, names: Sequence[str] = (), joins: bool = False
+        cls,
+        settings: Mapping[str, Any],
+        data: FederatedDataModule,
+        names: Sequence[str] = (),
+        joins: bool = False,
+        agrees: bool = False,
     ) -> "Site":
         """Return the site of a node's configuration.
 
@@ -79,13 +87,43 @@ class Site:
             data: the site's data module, set up.
             names: names of all clients by id, as the server gives them; empty for clients known by ids alone.
             joins: whether a name that the server hasn't given is of a client that joins.
+            agrees: whether sites agree on what makes inputs of rows before the first round.
 
         Raises:
             MisconfigurationException: if ``clients`` is missing, or isn't a list of clients.
         """
         # Flower takes one id without quotes for a number
         clients = ids_of(str(settings.get("clients", "")), names, joins)
-        return cls(data, clients, str(settings.get("allow", "")).split(), names)
+        return cls(data, clients, str(settings.get("allow", "")).split(), names, agrees)
+
+    @property
+    def lacking(self) -> str:
+        """Return why the site's rows can't become inputs yet; an empty text if they can."""
+        return "" if self._has_all or self.data.adopted else self.data.needs_all_clients
+
+    def check_inputs(self) -> None:
+        """Refuse a site whose rows can't become inputs.
+
+        Raises:
+            Refused: with the reason.
+        """
+        if self.lacking:
+            raise Refused(f"{self.lacking}.")
+
+    def check_exchange(self, kinds: Sequence[str]) -> None:
+        """Refuse to tell before the first round more than the site's operator allows.
+
+        Args:
+            kinds: what the server asks for, such as ``classes``.
+
+        Raises:
+            Refused: with the kinds that aren't allowed.
+        """
+        if closed := sorted(set(kinds) - self.allow):
+            raise Refused(
+                f"first-exchange asks for {' and '.join(closed)} of its table, which this site keeps to itself; its "
+                f"operator can allow it by --node-config 'allow=\"{' '.join(closed)}\"'."
+            )
 
     @property
     def clients(self) -> list[int]:
@@ -122,6 +160,7 @@ class Site:
         """
         # refused here, in a sentence for the server, and not when an engine first reads the samples
         self._local(client)
+        self.check_inputs()
         return ClientData(self, client)
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
