@@ -96,7 +96,7 @@ def run(
 
 
 def test_a_client_joins_by_name_and_leaves_again(tmp_path):
-    told, grid = run(tmp_path, come={13: 1, 14: 2}, go={13: 3})
+    told, _ = run(tmp_path, come={13: 1, 14: 2}, go={13: 3})
     assert [row["joined"] for row in told.rows] == ["", "2", "3", ""]
     assert [row["cohort"] for row in told.rows] == ["0 1", "0 1 2", "0 1 2 3", "0 1 3"]
     assert [row["absent"] for row in told.rows] == ["", "", "", "2"]

@@ -19,9 +19,9 @@ KINDS = ("classes", "categories", "scales")
 WORDS = KINDS[:2]
 MOMENTS = ("mean", "deviation")
 ASKED = {"kinds": "", "words": "", "resumed": False}
-"""Template of the server's question: kinds apart by spaces, the words agreed on as JSON, and whether the run goes on."""
+"""Template of the server's question: kinds apart by spaces, agreed words as JSON, and whether the run goes on."""
 TOLD = {"values": "", "clients": 0, "agreed": False}
-"""Template of a site's answer: values as JSON, the number of clients, and whether an earlier exchange made the values."""
+"""Template of a site's answer: values as JSON, number of clients, and whether the values are of an earlier exchange."""
 MOST_BYTES, MOST_WORDS, LONGEST = 1 << 22, 100_000, 500
 """Largest sizes of an answer: bytes, words of a column, and characters of a word."""
 FILE = "agreed.json"

@@ -120,8 +120,10 @@ class Remote(Engine):
 
     @property
     def taken(self) -> dict[str, Any]:
-        """Return the slowest site's training seconds, the evaluations' bytes, and the ids of clients that have joined
-        where clients may, for the round's record."""
+        """Return the slowest site's training seconds and the evaluations' bytes for the round's record.
+
+        Where clients may join, there are also the ids of those that have joined.
+        """
         # sites train at the same time, so that the slowest one decides how long a round takes
         taken: dict[str, Any] = {"time/site": max(self._seconds.values(), default=0.0)}
         taken["bytes/evaluate"] = self._evaluated
