@@ -20,11 +20,12 @@ from local_grid import LocalGrid
 from federations import Pause, fit, make_trainer, plain
 from pfl_lightning.data import TableData
 from pfl_lightning.flower.client_app import Worker, app_of
-from pfl_lightning.flower.first_exchange import KINDS, FirstExchange, kept, merged, take_over
+from pfl_lightning.flower.first_exchange import KINDS, TOLD, FirstExchange, kept, merged, pieces, take_over
 from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.wire import pack, unpack
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.tasks import Classification
@@ -84,7 +85,8 @@ def exchanged(grid, root="unused", ckpt_path=None, serving=None, callbacks=(), k
     settings = {"limit_val_batches": 0, "max_rounds": 4, "callbacks": list(callbacks)}
     # the server has the names of columns alone, and the number of clients
     server = partial(data, every[:0], num_clients=3, classes=None, categories={}, standardize="table")
-    serving = {"first_exchange": kinds, **(serving or {})}
+    # three looks for sites, each of which may take long
+    serving = {"first_exchange": kinds, "patience": 60.0, **(serving or {})}
     return deploy(grid, make, root, server, ckpt_path=ckpt_path, serving=serving, **settings)
 
 
@@ -146,7 +148,16 @@ def test_a_site_whose_operator_has_not_allowed_it_tells_nothing(tmp_path):
 )
 def test_what_is_no_list_of_words_is_refused(told):
     with pytest.raises(Refused):
-        FirstExchange(KINDS, 1, 3, False).take(1, {"values": told, "clients": 1, "agreed": False})
+        FirstExchange(KINDS, 1, 3, False).take(1, {"values": pieces(told), "clients": 1, "agreed": False})
+
+
+def test_many_words_travel_in_pieces():
+    words = [f'{number:05} "µ"' for number in range(9000)]
+    record = {"values": pieces(json.dumps({"categories": {"sex": words}})), "clients": 1, "agreed": False}
+    told = unpack(pack({"first": record}), "first", TOLD, limit=0)
+    exchange = FirstExchange(["categories"], 1, None, False)
+    assert exchange.take(1, told) == [1]
+    assert json.loads(exchange.agreed)["categories"]["sex"] == words
 
 
 def test_sites_with_other_columns_of_texts_end_the_run_in_a_sentence():

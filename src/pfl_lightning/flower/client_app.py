@@ -24,7 +24,7 @@ from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import CONFIG, keep_model
-from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, take_over, values_of
+from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
@@ -134,9 +134,9 @@ class Worker:
         if reason := guards(self.trainer, self.aggregator):
             raise Refused(f"first-exchange={asked['kinds']!r} tells of its rows, which {reason} doesn't cover.")
         had = kept(self.states.folder) if asked["resumed"] else ""
-        values = had or json.dumps(values_of(self.site.data, kinds, asked["words"]))
+        values = had or json.dumps(values_of(self.site.data, kinds, whole(asked["words"])))
         clients = len(self.site.clients) + len(self.site.joining())
-        return {"first": {"values": values, "clients": clients, "agreed": bool(had)}}
+        return {"first": {"values": pieces(values), "clients": clients, "agreed": bool(had)}}
 
     def hello(self, content: RecordDict) -> Records:
         """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts.
@@ -144,13 +144,13 @@ class Worker:
         Raises:
             Refused: if the site's inputs depend on rows of other sites.
         """
-        told = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": ""}, limit=0)
-        if told["agreed"]:
+        told = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": {str: str}}, limit=0)
+        if agreed := whole(told["agreed"]):
             if not self.site.agrees:
                 raise Refused("the server has values of an exchange before the first round, and its app has none.")
-            checked(told["agreed"])
-            take_over(self.site.data, told["agreed"])
-            keep(self.states.folder, told["agreed"])
+            checked(agreed)
+            take_over(self.site.data, agreed)
+            keep(self.states.folder, agreed)
         self.site.check_inputs()
         if self.config:
             with written(self.states.folder / CONFIG) as partial:

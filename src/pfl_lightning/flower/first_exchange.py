@@ -18,11 +18,13 @@ KINDS = ("classes", "categories", "scales")
 """What an exchange may have: names of classes, values of columns of texts, and moments of columns of numbers."""
 WORDS = KINDS[:2]
 MOMENTS = ("mean", "deviation")
-ASKED = {"kinds": "", "words": "", "resumed": False}
+ASKED = {"kinds": "", "words": {str: str}, "resumed": False}
 """Template of the server's question: kinds apart by spaces, agreed words as JSON, and whether the run goes on."""
-TOLD = {"values": "", "clients": 0, "agreed": False}
+TOLD = {"values": {str: str}, "clients": 0, "agreed": False}
 """Template of a site's answer: values as JSON, number of clients, and whether the values are of an earlier exchange."""
-MOST_BYTES, MOST_WORDS, LONGEST = 1 << 22, 100_000, 500
+PIECE = 1000
+"""Largest number of characters in a piece of a text of JSON, since a message bounds the length of a text."""
+MOST_BYTES, MOST_WORDS, LONGEST = 1 << 20, 100_000, 500
 """Largest sizes of an answer: bytes, words of a column, and characters of a word."""
 FILE = "agreed.json"
 """The file with the values of all sites, in a site's folder of states."""
@@ -49,7 +51,7 @@ class FirstExchange:
 
     def question(self) -> dict[str, Any]:
         """Return the record of the question to a site."""
-        return {"kinds": " ".join(self.kinds), "words": self._words, "resumed": self.resumed}
+        return {"kinds": " ".join(self.kinds), "words": pieces(self._words), "resumed": self.resumed}
 
     def take(self, node: int, told: Mapping[str, Any]) -> list[int]:
         """Take a site's answer, and return the nodes to be asked or greeted next; empty until enough have told.
@@ -62,9 +64,9 @@ class FirstExchange:
             Refused: if the answer is malformed.
             MisconfigurationException: if the answers of sites don't fit.
         """
-        values = checked(told["values"])
+        values = checked(whole(told["values"]))
         if told["agreed"] and self.resumed:
-            self.agreed = told["values"]
+            self.agreed = whole(told["values"])
             return [*self._told, node]
         self._told[node] = told["clients"], values
         if sum(count for count, _ in self._told.values()) < self.least:
@@ -76,6 +78,27 @@ class FirstExchange:
         else:
             self._words = json.dumps(merged(own, [kind for kind in self.kinds if kind in WORDS], self.classes))
         return nodes
+
+
+def pieces(text: str) -> dict[str, str]:
+    """Return a text in pieces, by their places.
+
+    Args:
+        text: the text.
+    """
+    return {str(start // PIECE): text[start : start + PIECE] for start in range(0, len(text), PIECE)}
+
+
+def whole(parts: Mapping[str, str]) -> str:
+    """Return the text of `pieces`.
+
+    >>> whole(pieces("flu" * 999)) == "flu" * 999
+    True
+
+    Args:
+        parts: the pieces by their places.
+    """
+    return "".join(parts.get(str(place), "") for place in range(len(parts)))
 
 
 def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None = None) -> Values:

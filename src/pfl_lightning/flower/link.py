@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data.client_names import client_label
-from pfl_lightning.flower.first_exchange import TOLD, FirstExchange
+from pfl_lightning.flower.first_exchange import TOLD, FirstExchange, pieces
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
@@ -391,7 +391,7 @@ class Link:
             if self.first is not None and not self.first.agreed:
                 self._push(Sent(node, kind=FIRST), pack({"first": self.first.question()}), "first")
                 continue
-            agreed = "" if self.first is None else self.first.agreed
+            agreed = pieces("" if self.first is None else self.first.agreed)
             hello = {"hello": {"version": VERSION, "num_clients": self.clients, "agreed": agreed}}
             self._push(Sent(node), pack(hello), "hello")
 
