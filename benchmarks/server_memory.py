@@ -101,7 +101,7 @@ class MadeUp(Grid):
         if not jobs:
             greeting = {"version": VERSION, "initial": self.initial, "inputs": "", "secret": ""}
             clients = {asked.metadata.dst_node_id - 1: {"train": 10, "val": 0, "test": 0}}
-            return pack({"hello": {**greeting, "clients": clients}})
+            return pack({"hello": {**greeting, "clients": clients, "new": {}}})
         ((client, job),) = jobs.items()
         answer = {"round": job["round"], "kept": "", "finite": True, "seconds": 0.0, "metrics": {}, "after": {}}
         content = pack({f"{client}/answer": answer})

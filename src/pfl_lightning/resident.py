@@ -25,8 +25,8 @@ from flwr.clientapp import ClientApp
 
 MODULE = "pfl_lightning.flower.stay"
 """The module that the staying process runs."""
-STEPS = ("offer", "share", "reveal")
-"""Names of the queries that are steps of a secure sum."""
+STEPS = ("first", "offer", "share", "reveal")
+"""Names of the queries before the first round, and of the steps of a secure sum."""
 START = 300.0
 """Seconds for the staying process to start, on a busy machine."""
 POLL = 0.05

@@ -98,7 +98,8 @@ class LocalGrid(Grid):
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
-            reply = self.app(message, context)
+            with torch.inference_mode(False), torch.enable_grad():
+                reply = self.app(message, context)
         except Exception as error:
             return Message(Error(code=CRASHED, reason=repr(error)), reply_to=message)
         finally:

@@ -105,7 +105,7 @@ def test_a_thousand_invented_greetings_neither_end_the_server_nor_own_a_client(t
             }
             for _ in range(draw.randrange(3))
         }
-        hello = {"version": VERSION, "initial": "0" * 16, "inputs": "", "secret": "", "clients": clients}
+        hello = {"version": VERSION, "initial": "0" * 16, "inputs": "", "secret": "", "clients": clients, "new": {}}
         if not draw.randrange(4):
             hello[draw.choice([*hello, *WORDS])] = value(draw)
         content = failure(draw.choice(WORDS)) if not draw.randrange(9) else pack({"hello": hello})

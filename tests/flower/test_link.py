@@ -214,7 +214,16 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
         link._heard(
             node,
             pack(
-                {"hello": {"version": VERSION, "initial": "0" * 16, "inputs": inputs, "secret": "", "clients": clients}}
+                {
+                    "hello": {
+                        "version": VERSION,
+                        "initial": "0" * 16,
+                        "inputs": inputs,
+                        "secret": "",
+                        "clients": clients,
+                        "new": {},
+                    }
+                }
             ),
         )
 

@@ -25,20 +25,20 @@ def test_three_sites_give_the_model_of_a_plain_sum():
     spec = importlib.util.spec_from_file_location("deployment", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.CLIENTS = {"site0": "0 3", "site1": "1", "site2": "2"}
-    script.METHODS = {"fedavg": ("FedAvg", "", "after")}
-    with script.deployment() as deployed:
+    text = script.CONFIG.replace("ControlVariates", "FedAvg").replace("aggregator: {{class_path: SCAFFOLD}}\n", "")
+    with script.deployment({"site0": "0 3", "site1": "1", "site2": "2"}) as deployed:
         deployed.superlink()
-        for name in script.CLIENTS:
+        for name in deployed.sites:
             deployed.register(name)
             deployed.supernode(name)
-        process = script.run(deployed, "sums", script.app(deployed, "fedavg"), flags=FLAGS)
-        script.in_one_process(deployed, "fedavg")
-        config, root = str(deployed.folder / "fedavg.yaml"), str(deployed.folder / "summed" / "fedavg")
-        script.command("fit", "--config", config, "--trainer.default_root_dir", root, *FLAGS.split())
-        script.wait_until(lambda: process.poll() is not None)
+        folder, settings = script.app(deployed, text), f'keys="sites.yaml" flags="{FLAGS}"'
+        process = deployed.start("sums", "pfl-lightning", "flower", "run", str(folder), "local", "-c", settings)
+        script.in_one_process(deployed)
+        root = str(deployed.folder / "summed")
+        script.command("fit", "--config", str(deployed.config), "--trainer.default_root_dir", root, *FLAGS.split())
+        deployed.wait(lambda: process.poll() is not None)
         assert process.returncode == 0, deployed.said("sums")
-        ends = {where: script.checkpoints(deployed, "fedavg", where) for where in ("runs", "here", "summed")}
+        ends = {where: script.checkpoints(deployed, where) for where in ("runs", "here", "summed")}
         states = {where: torch.load(path, weights_only=True)["state_dict"] for where, (path,) in ends.items()}
         plain, summed, sites = (states[where] for where in ("here", "summed", "runs"))
         assert all(torch.equal(sites[name], summed[name]) for name in plain)

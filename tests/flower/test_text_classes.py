@@ -1,5 +1,6 @@
 """Tables with texts at three sites, and the same rows in a simulation."""
 
+import json
 from functools import partial
 
 import lightning
@@ -13,14 +14,20 @@ pytest.importorskip("pandas", reason="needs the extra tables")
 
 import pandas
 from deployments import deploy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from local_grid import LocalGrid
 
-from federations import fit, make_trainer, plain
+from federations import Pause, fit, make_trainer, plain
 from pfl_lightning.data import TableData
 from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.first_exchange import KINDS, TOLD, FirstExchange, kept, merged, pieces, take_over
+from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.wire import pack, unpack
 from pfl_lightning.methods import FedAvg
+from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.tasks import Classification
 
 CLASSES, SEXES = ["cold", "covid", "flu"], ["f", "m"]
@@ -47,6 +54,155 @@ def data(rows, **settings):
 def make():
     lightning.seed_everything(3, verbose=False)
     return FedAvg(plain, (2,), 3, optimizer=partial(SGD, lr=0.1))
+
+
+def alone(client, **settings):
+    """A site's own table, with nothing given about the others'."""
+    return data(table(client), classes=None, categories={}, standardize="table", **settings)
+
+
+class Sites(LocalGrid):
+    """Three sites with a table each, where words and scales are exchanged before the first round."""
+
+    def __init__(
+        self, folder, allow="classes categories scales", agrees=True, changed=lambda client, data: data, **more
+    ):
+        def worker(context):
+            client = context.node_id - 1
+            own = changed(client, alone(client))
+            own.setup()
+            states = StateVersions(folder / str(context.node_id))
+            if agreed := kept(states.folder):
+                take_over(own, agreed)
+            site = Site.of(context.node_config, own, agrees=agrees)
+            return Worker(make_trainer(limit_val_batches=0, **more), make(), site, states)
+
+        super().__init__(app_of(worker), {client + 1: {"clients": str(client), "allow": allow} for client in range(3)})
+
+
+def exchanged(grid, root="unused", ckpt_path=None, serving=None, callbacks=(), kinds=KINDS):
+    every = pandas.concat([table(client) for client in range(3)])
+    settings = {"limit_val_batches": 0, "max_rounds": 4, "callbacks": list(callbacks)}
+    # the server has the names of columns alone, and the number of clients
+    server = partial(data, every[:0], num_clients=3, classes=None, categories={}, standardize="table")
+    # three looks for sites, each of which may take long
+    serving = {"first_exchange": kinds, "patience": 60.0, **(serving or {})}
+    return deploy(grid, make, root, server, ckpt_path=ckpt_path, serving=serving, **settings)
+
+
+def test_words_and_scales_of_all_sites_make_the_simulations_inputs(tmp_path):
+    grid = Sites(tmp_path)
+    there = exchanged(grid)
+    every = pandas.concat([table(client) for client in range(3)])
+    here = fit(make(), data(every, classes=None, categories={}, standardize="table"), limit_val_batches=0, max_rounds=4)
+    for name, tensor in here.weights.items():
+        assert torch.allclose(there.weights[name], tensor, atol=1e-5)
+    assert [kind for kind, node in grid.asked if node == 1][:4] == ["query.first", "query.first", "query", "train"]
+    files = [json.loads(kept(tmp_path / str(node))) for node in (1, 2, 3)]
+    assert files[0] == files[1] == files[2]
+    assert files[0]["classes"] == {"ill": CLASSES} and files[0]["categories"] == {"sex": SEXES}
+    both = here.data.preprocessing
+    assert files[0]["mean"] == pytest.approx(both["mean"]) and files[0]["deviation"] == pytest.approx(both["deviation"])
+
+
+def test_a_restarted_site_checks_what_was_agreed(tmp_path):
+    exchanged(Sites(tmp_path / "sites"), tmp_path / "server", callbacks=[Pause(2)])
+    grid = Sites(tmp_path / "sites")
+    run = exchanged(grid, tmp_path / "server", "last")
+    assert len(run.rows) == 4 and run.rows[3]["clients"] == 3
+
+
+def test_a_site_with_other_values_than_the_first_is_refused(tmp_path):
+    exchanged(Sites(tmp_path))
+    # such as from a backup of another run
+    path = tmp_path / "2" / "agreed.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mean": {"age": 7.0, "sex": 0.5}}))
+    grid = Sites(tmp_path)
+    link = Link(grid, 3, initial_of([make()]))
+    with pytest.warns(UserWarning, match=r"node [123] is refused: its data\.standardize makes other inputs"):
+        link.look()
+    assert 0 < len(link.present) < 3
+
+
+def test_a_site_whose_operator_has_not_allowed_it_tells_nothing(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="first-exchange asks for categories and scales of its table"),
+        pytest.raises(MisconfigurationException, match="no site has said"),
+    ):
+        exchanged(Sites(tmp_path, allow="classes"), serving={"patience": 0.2})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[",
+        "[]",
+        '{"classes": {"ill": "cold"}}',
+        '{"classes": {"ill": [1]}}',
+        '{"rows": -1}',
+        '{"rows": true}',
+        '{"mean": {"age": NaN}}',
+        '{"samples": 3}',
+        json.dumps({"classes": {"ill": ["x" * 501]}}),
+    ],
+)
+def test_what_is_no_list_of_words_is_refused(told):
+    with pytest.raises(Refused):
+        FirstExchange(KINDS, 1, 3, False).take(1, {"values": pieces(told), "clients": 1, "agreed": False})
+
+
+def test_many_words_travel_in_pieces():
+    words = [f'{number:05} "µ"' for number in range(9000)]
+    record = {"values": pieces(json.dumps({"categories": {"sex": words}})), "clients": 1, "agreed": False}
+    told = unpack(pack({"first": record}), "first", TOLD, limit=0)
+    exchange = FirstExchange(["categories"], 1, None, False)
+    assert exchange.take(1, told) == [1]
+    assert json.loads(exchange.agreed)["categories"]["sex"] == words
+
+
+def test_sites_with_other_columns_of_texts_end_the_run_in_a_sentence():
+    own = {"classes": {}, "categories": {"sex": ["f"]}}
+    with pytest.raises(MisconfigurationException, match="column 'sex' holds texts at some sites"):
+        merged({1: own, 2: {"classes": {}, "categories": {}}}, ["categories"])
+    with pytest.raises(MisconfigurationException, match="the task takes 3"):
+        merged({1: {"classes": {"ill": ["a"]}}}, ["classes"], 3)
+
+
+def test_moments_of_sites_are_those_of_all_rows():
+    drawn = np.random.default_rng(0)
+    parts = [drawn.normal(1e6 + 3 * k, 1 + k, 20 + 7 * k) for k in range(3)]
+    told = {
+        k: {"mean": {"age": part.mean()}, "deviation": {"age": part.std()}, "rows": len(part)}
+        for k, part in enumerate(parts)
+    }
+    found, every = merged(told, ["scales"]), np.concatenate(parts)
+    assert found["mean"]["age"] == pytest.approx(every.mean(), rel=1e-12)
+    assert found["deviation"]["age"] == pytest.approx(every.std(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"secure_sum": SecureSum()}, "trainer.secure_sum"),
+        ({"aggregator": DPAverage(noise_multiplier=1.0, clip=1.0)}, "the guarantee of aggregator DPAverage"),
+        ({"kinds": ["rows"]}, "choose from classes, categories, scales"),
+    ],
+)
+def test_an_exchange_is_refused_under_a_guarantee(tmp_path, settings, words):
+    kinds = settings.pop("kinds", KINDS)
+    grid = Sites(tmp_path)
+    with pytest.raises(MisconfigurationException, match=f"first-exchange=.*{words}"):
+        deploy(grid, make, data=lambda: alone(0, num_clients=3), serving={"first_exchange": kinds}, **settings)
+    assert grid.asked == []
+
+
+def test_a_site_with_a_guarantee_tells_nothing_whatever_the_server_says(tmp_path):
+    grid = Sites(tmp_path, secure_sum=SecureSum())
+    with (
+        pytest.warns(UserWarning, match=r"trainer\.secure_sum doesn't cover"),
+        pytest.raises(MisconfigurationException, match="no site has said"),
+    ):
+        exchanged(grid, serving={"patience": 0.2})
 
 
 def test_the_global_model_is_right_as_often_as_the_simulations(tmp_path):

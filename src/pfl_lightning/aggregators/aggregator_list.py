@@ -36,6 +36,8 @@ class AggregatorList(Aggregator):
         self.sends_once = frozenset().union(*(aggregator.sends_once for aggregator in aggregators))
         self.requires = frozenset().union(*(aggregator.requires for aggregator in aggregators))
         self.sums_only = all(aggregator.sums_only for aggregator in aggregators)
+        self.fixed_sizes = any(aggregator.fixed_sizes for aggregator in aggregators)
+        self.fixed_clients = any(aggregator.fixed_clients for aggregator in aggregators)
         self.meets_newcomers = any(aggregator.meets_newcomers for aggregator in aggregators)
 
     @property

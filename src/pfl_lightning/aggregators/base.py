@@ -171,6 +171,8 @@ class Aggregator:
 
     fixed_sizes: bool = False
     """True if it reads the clients' numbers of samples once, before the first round; refused where they change."""
+    fixed_clients: bool = False
+    """True if it reads the number of clients once, before the first round; clients then can't be added later on."""
     meets_newcomers: bool = False
     """True if a newcomer's payload depends on an update of the newcomer's own.
 

@@ -163,6 +163,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     """True if all samples of a client are in memory while the client trains."""
     at_sites: bool = False
     """True if the samples stay at the clients' sites; then only the number of each client's samples is known here."""
+    most_clients: int = 0
+    """Largest number of clients of a server with sites, where further ones may join during the run."""
     round: int = 1
     """The current round, from 1, trained or evaluated; no other changing value may decide the clients' samples."""
     adopted: Mapping[str, Any] = MappingProxyType({})

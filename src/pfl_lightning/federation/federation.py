@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -143,6 +143,8 @@ class Federation(LightningModule):
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
+        self._welcomed: set[int] = set()
+        self._drawn: tuple[int, list[int]] = -1, []
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -516,7 +518,31 @@ class Federation(LightningModule):
         # A client that has never trained has no state yet and begins with the initial personal entries.
         if (state := self.clients.get(client)) is None:
             state = ClientState(self.initial[self.architecture_of(client) if len(self.initial) > 1 else 0])
-        return state, self.aggregator.download(client)
+        return state, self._payload(client)
+
+    def _payload(self, client: int) -> Message:
+        """Return a client's payload: a newcomer's for a client that has joined and not taken part so far."""
+        is_new = client in self._welcomed and client not in self.clients
+        return self.welcome(client) if is_new else self.aggregator.download(client)
+
+    def grow(self, names: Sequence[str]) -> None:
+        """Let clients at sites join from the coming round on, with the next ids; each first gets a newcomer's payload.
+
+        Args:
+            names: names of the new clients.
+        """
+        first = self.data.num_clients
+        cast(Any, self.data).grow(names)
+        clients = self.data.num_clients
+        self._welcomed.update(range(first, clients))
+        self.trained["names"] = self.data.client_names
+        self.trained["sizes"] = [*self.trained["sizes"], *[0] * (clients - first)]
+        self.trained["partition"] = fingerprint(self.data)
+        self.options.cohort.sizes = self.sizes(range(clients), "train")
+        # cohorts count a share of all clients, which a resumed run compares
+        rounds = rounds_of(self.options, self.trainer, clients)
+        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        self.trained["settings"] = self.settings
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
         """Return the server's payload for a new client.
@@ -584,7 +610,8 @@ class Federation(LightningModule):
         away = frozenset().union(*(engine.absent for engine in self.engines))
         there = [client for client in clients if client not in away]
         size = min(self.options.cohort_size(len(clients)), len(there))
-        self._selection_bytes = [0, 0]
+        if self._drawn[0] != self.round:
+            self._selection_bytes = [0, 0]
         plan = self._plan(clients, there, size)
         cohort, arrived = plan.cohort, sorted(plan.arrived)
         choosing = time.perf_counter() - start
@@ -660,8 +687,11 @@ class Federation(LightningModule):
             size: the number of clients to choose.
         """
         if (schedule := self.options.schedule) is None:
-            # One client stands for all where one trains on all samples.
-            cohort = list(clients[:1]) if self.client.pools else self._cohort(there, size)
+            if self._drawn[0] == self.round:
+                cohort = self._drawn[1]
+            else:
+                # One client stands for all where one trains on all samples.
+                cohort = list(clients[:1]) if self.client.pools else self._cohort(there, size)
             return Plan(cohort, cohort, 0.0, {}, {}, {})
         copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -696,6 +726,21 @@ class Federation(LightningModule):
         for client in arrived:
             groups.setdefault(plan.sent[client]["round"], []).append(client)
         return [groups[round] for round in sorted(groups)]
+
+    def coming(self, away: Collection[int]) -> dict[int, Job]:
+        """Return the jobs of the coming round by client, whose cohort is drawn by this; empty where clients take turns.
+
+        Args:
+            away: ids of the clients out of reach.
+        """
+        clients = range(self.data.num_clients)
+        self._selection_bytes = [0, 0]
+        there = [client for client in clients if client not in away]
+        cohort = self._cohort(there, min(self.options.cohort_size(len(clients)), len(there)))
+        if self.aggregator.turns(cohort, self.round) is not None:
+            return {}
+        self._drawn = self.round, cohort
+        return {client: self.job(client, self.options.splits_after) for client in cohort}
 
     def _cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the sorted client ids of the round's cohort.
@@ -1260,7 +1305,7 @@ class Federation(LightningModule):
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
-            "payloads": {client: self.aggregator.download(client) for client in clients},
+            "payloads": {client: self._payload(client) for client in clients},
             "newcomer": self._newcomer_payload(),
         }
 
@@ -1294,6 +1339,10 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the checkpoint's clients are not those of the data module.
         """
+        # clients that joined an earlier part of the run beyond the number of the settings
+        later = state.get("names", [])[self.data.num_clients :] if self.data.at_sites else []
+        if later and len(state["names"]) <= self.data.most_clients:
+            self.grow(later)
         if self._meet(state) or state["seed"] != self.seed:
             # Servers draw random numbers from the run's seed, here the checkpoint's and not this process's.
             self._set_up_server(state["seed"])

@@ -98,7 +98,8 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
         metrics = (
             saved["after"]
             if federation.options.evaluate == "after"
-            else evaluations.measure(range(federation.data.num_clients), ("test",), job_of, received_of)
+            # at sites, others may have joined since
+            else evaluations.measure(range(len(saved["sizes"])), ("test",), job_of, received_of)
         )
         tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
         return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])

@@ -3,7 +3,7 @@
 import logging
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
@@ -21,7 +22,8 @@ from pfl_lightning.cli.silence import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of
-from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
+from pfl_lightning.flower.first_exchange import kept, take_over
+from pfl_lightning.flower.link import MOST_SAMPLES, Keys, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
@@ -100,13 +102,18 @@ def worker_of(folder: Path, context: Context) -> Worker:
         check_class_paths({"model": settings["model"]}, own)
 
     cli = configured(args, check)
+    states = StateVersions(state_folder(node, context.node_id))
+    run = context.run_config
+    agrees = bool(exchange_in(run))
     cli.datamodule.prepare_data()
     cli.datamodule.setup()
+    if agrees and (agreed := kept(states.folder)):
+        take_over(cli.datamodule, agreed)
     return Worker(
         cli.trainer,
         cli.model,
-        Site.of(node, cli.datamodule, names_in(context.run_config)),
-        StateVersions(state_folder(node, context.node_id)),
+        Site.of(node, cli.datamodule, names_in(run), joins_in(run), agrees),
+        states,
         cli.aggregator,
         context.state,
         cli.text(),
@@ -190,13 +197,16 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         cli.datamodule,
         cli.aggregator,
         ckpt_path=ckpt_path,
-        keys=keys_in(folder / str(run["keys"]), names_in(run)) if run.get("keys") else None,
+        keys=keys_of(folder / str(run["keys"]), names_in(run), joins_in(run)) if run.get("keys") else None,
         timeout=float(run["timeout"]),
         patience=float(run["patience"]),
         max_norm=float(run["max-norm"]) or None,
         names=names_in(run),
         quorum=quorum_in(run),
         status=status,
+        max_clients=int(run.get("max-clients", 0)),
+        together=bool(run.get("evaluate-with-training", False)),
+        first_exchange=exchange_in(run),
     )
 
 
@@ -240,19 +250,63 @@ def names_in(run: Mapping[str, Any]) -> list[str]:
     return [name.strip() for name in str(run.get("names", "")).split(",") if name.strip()]
 
 
-def keys_in(path: Path, names: Sequence[str] = ()) -> dict[str, dict[int, int]]:
+def exchange_in(run: Mapping[str, Any]) -> list[str]:
+    """Return what sites tell of their tables before the first round.
+
+    Args:
+        run: Flower's ``run_config``.
+    """
+    return str(run.get("first-exchange", "")).split()
+
+
+def joins_in(run: Mapping[str, Any]) -> bool:
+    """Return whether clients with other names than the app's may join.
+
+    Args:
+        run: Flower's ``run_config``.
+    """
+    return int(run.get("max-clients", 0)) > len(names_in(run)) > 0
+
+
+def keys_of(path: Path, names: Sequence[str], joins: bool) -> Callable[[], Keys]:
+    """Return a function that reads the list of keys anew where the file has changed.
+
+    Args:
+        path: as for `keys_in`.
+        names: as for `keys_in`.
+        joins: as for `keys_in`.
+
+    Raises:
+        MisconfigurationException: if the file can't be read now.
+    """
+    last = keys_in(path, names, joins)
+
+    def read() -> Keys:
+        nonlocal last
+        # a mistake in a running federation's file must not end it
+        try:
+            last = keys_in(path, names, joins)
+        except MisconfigurationException as error:
+            rank_zero_warn(f"{error} The list of before holds.")
+        return last
+
+    return read
+
+
+def keys_in(path: Path, names: Sequence[str] = (), joins: bool = False) -> dict[str, dict[int | str, int]]:
     """Return the allowed clients of each public key, with the largest number of samples per client and split.
 
     Args:
         path: a YAML file with lines such as ``ecdsa-sha2-nistp384 AAAAE2...: 0 3``: a key from a ``.pub`` file of
             ``ssh-keygen``, and client ids or names; ``{clients: 0 3, max-samples: 5000}`` in their place sets a limit.
         names: names of all clients by id; empty for clients known by ids alone.
+        joins: whether other names are of clients that may join.
 
     Raises:
         MisconfigurationException: if the file can't be read so.
     """
     try:
-        return {public_key(key): clients_in(value, names) for key, value in load(path.read_text()).items()}
+        return {public_key(key): clients_in(value, names, joins) for key, value in load(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError, MisconfigurationException) as error:
         raise MisconfigurationException(
             f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
@@ -261,7 +315,7 @@ def keys_in(path: Path, names: Sequence[str] = ()) -> dict[str, dict[int, int]]:
         ) from error
 
 
-def clients_in(value: Any, names: Sequence[str] = ()) -> dict[int, int]:
+def clients_in(value: Any, names: Sequence[str] = (), joins: bool = False) -> dict[int | str, int]:
     """Return the clients of a key, each with the largest number of samples in a split.
 
     >>> clients_in({"clients": "0 3", "max-samples": 5000})
@@ -270,6 +324,7 @@ def clients_in(value: Any, names: Sequence[str] = ()) -> dict[int, int]:
     Args:
         value: the part of a line after the key: ids or names, or a mapping with ``clients``.
         names: names of all clients by id; empty for clients known by ids alone.
+        joins: whether other names are of clients that may join.
 
     Raises:
         ValueError: if the value is of another form, or the limit out of its range.
@@ -281,7 +336,7 @@ def clients_in(value: Any, names: Sequence[str] = ()) -> dict[int, int]:
     # YAML reads "yes" as a truth value, which isinstance would take for an int
     if type(most) is not int or not 0 < most <= MOST_SAMPLES:
         raise ValueError(f"max-samples={most} is no number from 1 to {MOST_SAMPLES}")
-    return dict.fromkeys(ids_of(str(settings["clients"]), names), most)
+    return dict.fromkeys(ids_of(str(settings["clients"]), names, joins), most)
 
 
 def public_key(text: str) -> str:

@@ -1,5 +1,6 @@
 """Flower's app of a site: train and evaluate the site's clients, and keep personal state on the site's disk."""
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import CONFIG, keep_model
+from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
@@ -49,11 +51,13 @@ JOB = {
     "seed": 0,
     "lr_factor": 1.0,
     "evaluate": "",
+    "measure": "",
     "requested": "",
     "withheld": "",
     "kept": "",
     "live": "",
     "once": "",
+    "name": "",
     "sum": "",
     "most": 0,
     "agreement": "",
@@ -119,13 +123,42 @@ class Worker:
             check_task(module, self.site.data)
         return self.trainer.rounds.engines(self.modules, self.site.data, self.trainer)
 
-    def hello(self) -> Records:
-        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts."""
+    def first(self, content: RecordDict) -> Records:
+        """Return what the site tells of its rows before the first round.
+
+        Raises:
+            Refused: if the site's operator hasn't allowed it, or its configuration has a guarantee.
+        """
+        asked = unpack(content, "first", ASKED, limit=0)
+        kinds = asked["kinds"].split()
+        self.site.check_exchange(kinds)
+        if reason := guards(self.trainer, self.aggregator):
+            raise Refused(f"first-exchange={asked['kinds']!r} tells of its rows, which {reason} doesn't cover.")
+        had = kept(self.states.folder) if asked["resumed"] else ""
+        values = had or json.dumps(values_of(self.site.data, kinds, whole(asked["words"])))
+        clients = len(self.site.clients) + len(self.site.joining())
+        return {"first": {"values": pieces(values), "clients": clients, "agreed": bool(had)}}
+
+    def hello(self, content: RecordDict) -> Records:
+        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts.
+
+        Raises:
+            Refused: if the site's inputs depend on rows of other sites.
+        """
+        told = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": {str: str}}, limit=0)
+        if agreed := whole(told["agreed"]):
+            if not self.site.agrees:
+                raise Refused("the server has values of an exchange before the first round, and its app has none.")
+            checked(agreed)
+            take_over(self.site.data, agreed)
+            keep(self.states.folder, agreed)
+        self.site.check_inputs()
         if self.config:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
         greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
-        return {"hello": {**greeting, "secret": self.states.secret(), "clients": self.site.sizes()}}
+        clients = {"clients": self.site.sizes(), "new": self.site.joining()}
+        return {"hello": {**greeting, "secret": self.states.secret(), **clients}}
 
     @property
     def summing(self) -> SecureSum | None:
@@ -187,18 +220,32 @@ class Worker:
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         trained: list[Job] = []
+        before = self._measured(told, content)
         device = self.trainer.strategy.root_device.type
         # rounds elsewhere run inside Lightning's loop, which enters this context; engines enter autocast themselves
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
             for job, outcome in self._results(told, content, records, "training"):
                 with failing(records, [job.client]):
                     records |= self._trained(job, outcome, told[job.client])
+                    records[f"{job.client}/answer"] |= before.get(job.client, {})
                     trained.append(job)
         # a server may never ask for an evaluation, which would keep the models; a failure here changes no answer
         for job in trained:
             with failing(records, [job.client]):
                 self._keep_model(job, told)
         return records
+
+    def _measured(self, told: Told, content: RecordDict) -> dict[int, dict[str, Any]]:
+        """Return the metrics of the received models that a training message asks for, by client.
+
+        A client that fails has none here; its training then tells the reason.
+        """
+        asked = {client: row | {"evaluate": row["measure"]} for client, row in told.items() if row["measure"]}
+        # as of an evaluation's own message, so that its metrics are the same
+        with undisturbed():
+            return {
+                client: {"before": metrics} for _, (client, metrics) in self._results(asked, content, {}, "evaluation")
+            }
 
     def _trained(self, job: Job, outcome: Outcome, row: Mapping[str, Any]) -> Records:
         """Return a trained client's records for the server, after the client's state is on the site's disk."""
@@ -313,6 +360,8 @@ class Worker:
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:
+        if row["name"]:
+            self.site.join(client, row["name"])
         samples = self.site.client(client)
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
@@ -327,6 +376,19 @@ class Worker:
         state = replace(state, once={name: payload[name] for name in once})
         splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
         return Job(client, row["round"], state, payload, samples, row["seed"], row["lr_factor"], splits)
+
+
+def guards(trainer: FederatedTrainer, aggregator: Aggregator) -> str:
+    """Return what bounds the knowledge of a server about clients' rows; an empty text if nothing does.
+
+    Args:
+        trainer: the settings of rounds.
+        aggregator: the server side.
+    """
+    rounds = trainer.rounds
+    if rounds.example_privacy is not None or rounds.secure_sum is not None:
+        return "trainer.secure_sum" if rounds.example_privacy is None else "trainer.example_privacy"
+    return f"the guarantee of aggregator {aggregator.name}" if aggregator.guarantee else ""
 
 
 @contextmanager
@@ -355,7 +417,8 @@ def reason(error: Exception) -> dict[str, str]:
 
 
 WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
-    "query": lambda worker, content: worker.hello(),
+    "query": Worker.hello,
+    "query.first": Worker.first,
     "query.offer": Worker.offer,
     "query.share": Worker.share,
     "query.reveal": Worker.reveal,

@@ -69,12 +69,19 @@ grace = 30
 wait-for-lost = 0
 # a late answer counts in the client's next training up to so many rounds later; 0 drops late answers
 late-rounds = 0
+# a round's model is evaluated at a site as it comes for the next round's training: one message a round, not two
+evaluate-with-training = false
+# what sites tell of their tables before the first round, so that all make the same inputs of them: "classes" and
+# "categories", which are texts, and "scales", means and deviations of columns; each site has to allow it
+first-exchange = ""
 # file for what `pfl-lightning status` shows; on another machine it is in the folder of runs there
 status = {status}
 # largest norm of what a client changes; 0 refuses none, and warns of one far above the median
 max-norm = 0.0
 # names of the clients by id, separated by commas, such as "Bremen, Ulm"; empty knows clients by their ids alone
 names = ""
+# largest number of clients, up to which sites with further names may join while the federation runs; 0 lets nobody join
+max-clients = 0
 # a file of this folder with lines such as "ecdsa-sha2-nistp384 AAAAE2...: 0 3", a site's public key and its clients;
 # without one a client is whose registered key claims it first; "{{clients: 0 3, max-samples: 5000}}" in the place of
 # the ids bounds the samples that each may claim

@@ -62,7 +62,7 @@ def keep_model(
     inputs = {type(data).__qualname__: data.state_dict()}
     local = site.local(job.client)
     kept = kept_model(job, 0, local, inputs)
-    name = site.names[job.client] if site.names else local
+    name = site.names.get(job.client, local)
     checkpoint = {
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": whole_model(module, common=base is None),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data.client_names import client_label
+from pfl_lightning.flower.first_exchange import TOLD, FirstExchange, pieces
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
@@ -32,11 +33,19 @@ VERSION = version("pfl-lightning")
 MOST_SAMPLES = 1 << 31
 """Largest number of samples of a client in one split."""
 SIZES = {"train": 0, "val": 0, "test": 0}
-HELLO = {"version": "", "initial": "", "inputs": "", "secret": "", "clients": {0: SIZES}}
+HELLO = {"version": "", "initial": "", "inputs": "", "secret": "", "clients": {0: SIZES}, "new": {str: SIZES}}
 """Template of a site's greeting: version, fingerprints of the initial model and of the settings that make inputs of
-rows, a secret by which the site is known after a restart, and sample counts by client and split."""
+rows, a secret by which the site is known after a restart, and sample counts by client and split, of clients with a name
+that the app doesn't have by this name."""
+LONGEST = 100
+"""Largest number of characters in the name of a client that joins."""
+Keys: TypeAlias = Mapping[str, Mapping[int | str, int]]
+"""For each public key, the permitted clients with the largest number of samples of each in a split: ids, or names of
+clients that may join later."""
 NODE_GONE = 5
 """Flower's error code for a node without heartbeats."""
+FIRST = "query.first"
+"""Flower's type of the question before the first round."""
 GONE = (3, 4, NODE_GONE)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
@@ -125,13 +134,15 @@ class Link:
         grid: Flower's grid of nodes.
         clients: number of clients in the federation.
         initial: fingerprint of the initial model, equal at all sites.
-        keys: for each node's public key the permitted client ids, with the largest number of samples of each client in
-            a split; None permits any client without an earlier claim by another site, with up to `MOST_SAMPLES`.
+        keys: returns the permitted clients of each node's public key, and is called for each greeting; None permits any
+            client without an earlier claim by another site, with up to `MOST_SAMPLES`.
         timeout: seconds for which a phase of a round waits for sites.
         poll: seconds between two looks for replies.
         names: names of the clients by id; empty for clients known by ids alone.
         quorum: the answers that are enough to end a phase.
         cohort: number of clients in a full round; None is all.
+        most: largest number of clients, with those that join by name; 0 is the number of clients.
+        first: the exchange before the first round; None for none.
     """
 
     def __init__(
@@ -139,15 +150,19 @@ class Link:
         grid: Grid,
         clients: int,
         initial: str,
-        keys: Mapping[str, Mapping[int, int]] | None = None,
+        keys: Callable[[], Keys] | None = None,
         timeout: float = 600.0,
         poll: float = 0.2,
         names: Sequence[str] = (),
         quorum: Quorum | None = None,
         cohort: int | None = None,
+        most: int = 0,
+        first: FirstExchange | None = None,
     ) -> None:
-        self.names = names
-        self.grid, self.clients, self.initial, self.keys = grid, clients, initial, keys
+        self.names = list(names)
+        """Names by id; the server's data module has the same list, and adds the clients that join."""
+        self.grid, self.founders, self.initial, self.keys = grid, clients, initial, keys
+        self.most, self.first = most or clients, first
         self.timeout, self.poll = timeout, poll
         self.quorum, self.cohort = quorum or Quorum(), cohort or clients
         self.sizes: dict[int, dict[str, int]] = {}
@@ -179,6 +194,13 @@ class Link:
         # of the first site, as the server may have no rows of its own
         self._inputs: tuple[int, str] | None = None
         self._sent: dict[str, Sent] = {}
+        # greetings with unknown names, which count from the next round on
+        self._waiting: dict[int, tuple[list[str], RecordDict]] = {}
+
+    @property
+    def clients(self) -> int:
+        """Return the number of clients, with those that have joined."""
+        return len(self.names) or self.founders
 
     def label(self, client: int) -> str:
         """Return a client's id for messages, followed by the client's name."""
@@ -215,6 +237,16 @@ class Link:
                 f"{self.clients}; start it, or register its key"
                 + ("." if self.quorum.min_available else ", or let min-available be lower.")
             )
+
+    def newcomers(self) -> list[str]:
+        """Return the names of clients that want to join, at connected nodes, in the order of their greetings."""
+        asked = dict.fromkeys(name for names, _ in self._waiting.values() for name in names)
+        return [name for name in asked if name not in self.names]
+
+    def admit(self) -> None:
+        """Let the sites of clients that have got ids meanwhile have these clients."""
+        for node in list(self._waiting):
+            self._heard(node, self._waiting.pop(node)[1])
 
     @property
     def present(self) -> list[int]:
@@ -352,9 +384,14 @@ class Link:
         """Ask new nodes for their clients; a node that was gone counts as new."""
         # a node can have restarted with other settings in between
         self._greeted &= alive.keys()
+        self._waiting = {node: greeting for node, greeting in self._waiting.items() if node in alive}
         for node in alive.keys() - self._greeted:
             self._greeted.add(node)
-            hello = {"hello": {"version": VERSION, "num_clients": self.clients}}
+            if self.first is not None and not self.first.agreed:
+                self._push(Sent(node, kind=FIRST), pack({"first": self.first.question()}), "first")
+                continue
+            agreed = pieces("" if self.first is None else self.first.agreed)
+            hello = {"hello": {"version": VERSION, "num_clients": self.clients, "agreed": agreed}}
             self._push(Sent(node), pack(hello), "hello")
 
     def _push(self, sent: Sent, content: RecordDict, group: str) -> None:
@@ -388,6 +425,8 @@ class Link:
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
             elif sent.clients:
                 yield sent, reply.content
+            elif sent.kind == FIRST:
+                self._heard_first(sent.node, reply.content)
             else:
                 self._heard(sent.node, reply.content)
 
@@ -419,6 +458,20 @@ class Link:
         self._kept = {client: kept for client, kept in self._kept.items() if kept[0] >= oldest}
         return [(client, self._kept.pop(client)[1]) for client in sorted(self._kept.keys() & set(open_))]
 
+    def _heard_first(self, node: int, content: RecordDict) -> None:
+        """Take a site's answer before the first round; warn of a wrong answer, and do without it."""
+        first = cast(FirstExchange, self.first)
+        try:
+            check_failure(content)
+            told = unpack(content, "first", TOLD, limit=0)
+            if not 0 < told["clients"] <= self.most:
+                raise Refused(f"it says that it has {shown(told['clients'])} clients, of {self.most} in all.")
+            # asked for the next step, or greeted
+            self._greeted -= set(first.take(node, told))
+        except Refused as refusal:
+            self.refusals[node] = str(refusal)
+            rank_zero_warn(f"node {node} is refused: {refusal}")
+
     def _heard(self, node: int, content: RecordDict) -> None:
         """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""
         try:
@@ -432,27 +485,38 @@ class Link:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
             self._check_inputs(hello["inputs"])
             key, secret = self._nodes().get(node, ""), hello["secret"]
-            for client, sizes in hello["clients"].items():
-                self._check_claim(node, key, secret, client, sizes)
+            own = {name: sizes for name, sizes in hello["new"].items() if name in self.names}
+            claimed = hello["clients"] | {self.names.index(name): sizes for name, sizes in own.items()}
+            permitted = None if self.keys is None else self.keys().get(key, {})
+            for client, sizes in claimed.items():
+                self._check_claim(node, key, secret, client, sizes, permitted)
+            new = [name for name in hello["new"] if name not in own]
+            self._check_new(new, {name: hello["new"][name] for name in new}, permitted)
         except Refused as refusal:
             self.refusals[node] = str(refusal)
             rank_zero_warn(f"node {node} is refused: {refusal}")
             return
         self.refusals.pop(node, None)
+        self._waiting.pop(node, None)
+        if new:
+            self._waiting[node] = new, content
         self._inputs = self._inputs or (node, hello["inputs"])
         # a restarted site may have fewer clients than before, and the others may turn up at another site
         for client in [client for client, other in self._node_of.items() if other == node]:
-            if client not in hello["clients"]:
+            if client not in claimed:
                 self._forget_messages(client)
                 del self._node_of[client]
                 rank_zero_info(f"node {node} has client {self.label(client)} no longer.")
-        for client, sizes in hello["clients"].items():
+        for client, sizes in claimed.items():
             if self._node_of.get(client) != node:
                 self._forget_messages(client)
             self._node_of[client], self._key_of[client], self._secret_of[client] = node, key, secret
             self.sizes[client], self._last_node[client] = sizes, node
             self._lost.pop(client, None)
-        rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(hello['clients'])))}.")
+        if claimed:
+            rank_zero_info(f"node {node} has clients {', '.join(map(self.label, sorted(claimed)))}.")
+        if new:
+            rank_zero_info(f"node {node} has new clients {', '.join(new)}, from the next round on.")
 
     def _forget_messages(self, client: int) -> None:
         """Forget messages about a client at a former node, where nobody will answer them."""
@@ -479,14 +543,52 @@ class Link:
             f"node {node}; give all sites the same."
         )
 
-    def _check_claim(self, node: int, key: str, secret: str, client: int, sizes: dict[str, int]) -> None:
+    def _check_new(
+        self, new: Sequence[str], sizes: Mapping[str, dict[str, int]], permitted: Mapping[int | str, int] | None
+    ) -> None:
+        """Refuse new clients without a place, with an impossible name, or with more samples than permitted.
+
+        Args:
+            new: their names.
+            sizes: numbers of samples by name and split.
+            permitted: the clients of the node's key; None permits all.
+
+        Raises:
+            Refused: with the reason.
+        """
+        others = set(self.newcomers()).difference(new)
+        for place, name in enumerate(new, self.clients + len(others) + 1):
+            # a number would pass for an id elsewhere, and commas part names
+            if not 0 < len(name) <= LONGEST or name != plain(name) or "," in name or name.isdecimal():
+                raise Refused(f"it says that it has a client {shown(name)}, which can't be a name.")
+            if place > self.most:
+                raise Refused(
+                    f"it says that it has a client {name!r}, which the app's names lack, and max-clients={self.most} "
+                    "has no place for a new one."
+                )
+            if permitted is not None and name not in permitted:
+                raise Refused(
+                    f"it says that it has a client {name!r}, which the server's list doesn't give to its key."
+                )
+            check_amounts(name, sizes[name], MOST_SAMPLES if permitted is None else permitted[name], self.keys is None)
+
+    def _check_claim(
+        self,
+        node: int,
+        key: str,
+        secret: str,
+        client: int,
+        sizes: dict[str, int],
+        permitted: Mapping[int | str, int] | None,
+    ) -> None:
         """Refuse a node's claim of a client with another holder, or with other numbers of samples than before.
 
         Raises:
             Refused: with the reason.
         """
-        own = dict.fromkeys(range(self.clients), MOST_SAMPLES) if self.keys is None else self.keys.get(key, {})
-        if client not in own:
+        name = self.names[client] if client < len(self.names) else client
+        most = MOST_SAMPLES if permitted is None else permitted.get(client, permitted.get(name))
+        if most is None:
             raise Refused(
                 f"it says that it has client {self.label(client)}, which the server's list gives to another key."
             )
@@ -500,16 +602,29 @@ class Link:
                     f"it says that it has client {self.label(client)}, which another site has; a site that has moved "
                     "needs its former key, or its former state-dir."
                 )
-        for split, size in sizes.items():
-            if not 0 <= size <= own[client]:
-                limit = f"0 to {own[client]}" + ("" if self.keys is None else ", as the server's list says")
-                raise Refused(
-                    f"it claims {shown(size)} {split} samples of client {self.label(client)}, which may have {limit}."
-                )
+        check_amounts(self.label(client), sizes, most, permitted is None)
         # a client's weight in the average is by samples, and must not grow in the middle of a run
         earlier = self.expected.get(client, sizes["train"])
         if self.sizes.get(client, sizes) != sizes or sizes["train"] != earlier:
             raise Refused(f"client {self.label(client)} has other numbers of samples than it had at first.")
+
+
+def check_amounts(label: str, sizes: Mapping[str, int], most: int, by_default: bool) -> None:
+    """Refuse a client's numbers of samples out of their range.
+
+    Args:
+        label: the client, for messages.
+        sizes: numbers of samples by split.
+        most: the largest permitted number.
+        by_default: whether no list of the server's sets this number.
+
+    Raises:
+        Refused: with the first wrong number.
+    """
+    for split, size in sizes.items():
+        if not 0 <= size <= most:
+            limit = f"0 to {most}" + ("" if by_default else ", as the server's list says")
+            raise Refused(f"it claims {shown(size)} {split} samples of client {label}, which may have {limit}.")
 
 
 def give_back() -> None:

@@ -2,11 +2,12 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as shown
 from statistics import median
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -98,6 +99,12 @@ class Remote(Engine):
         # a site with a wrong metric has it every round, so that each kind of warning comes once per node
         self._told: set[int] = set()
         self._told_far: set[int] = set()
+        self.joined: Sequence[int] = ()
+        self.coming: Callable[[Collection[int]], Mapping[int, Job]] | None = None
+        """Returns the coming round's jobs, which an evaluation sends along; None sends evaluations alone."""
+        # of the coming round; a round without any answer isn't asked for twice
+        self._ahead: dict[int, tuple[Job, Outcome | Refused]] | None = None
+        self._ahead_took: dict[int, float] = {}
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -112,10 +119,17 @@ class Remote(Engine):
         return frozenset(range(self.link.clients)).difference(self.link.present)
 
     @property
-    def taken(self) -> dict[str, float]:
-        """Return the slowest site's training seconds and the evaluations' bytes for the round's record."""
+    def taken(self) -> dict[str, Any]:
+        """Return the slowest site's training seconds and the evaluations' bytes for the round's record.
+
+        Where clients may join, there are also the ids of those that have joined.
+        """
         # sites train at the same time, so that the slowest one decides how long a round takes
-        return {"time/site": max(self._seconds.values(), default=0.0), "bytes/evaluate": self._evaluated}
+        taken: dict[str, Any] = {"time/site": max(self._seconds.values(), default=0.0)}
+        taken["bytes/evaluate"] = self._evaluated
+        if self.link.most > self.link.founders:
+            taken["joined"] = " ".join(map(str, self.joined))
+        return taken
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yield outcomes in the order of sites' answers; a client with a wrong answer gets a refused outcome."""
@@ -125,22 +139,18 @@ class Remote(Engine):
             return
         norms: dict[int, dict[int, float]] = {}
         silent = dict(asked)
-        for client, content in self._ask(MessageType.TRAIN, asked):
-            # an answer to an earlier job is relative to the payload of that job
-            job = asked[client] if self.link.times_asked[client] else self._late.pop(client, asked[client])
+        for client, job, outcome in self._come_now(asked) if self._ahead is None else self._come_early(asked):
             silent.pop(client)
-            try:
-                outcome = self._outcome(job, content)
-                self._count_seconds(outcome)
-                # by architecture, as norms of networks of different sizes can't be compared
-                if self.max_norm is None and outcome.finite:
-                    own = norms.setdefault(self.architecture_of(client), {})
-                    own[client] = norm_of(outcome.update, job.payload)
-            except Refused as reason:
-                outcome = self._refused(client, reason)
-            # the next message is read while these names stand
-            del content
-            yield self._stored(outcome)
+            if isinstance(outcome, Refused):
+                yield self._refused(client, outcome)
+                continue
+            self._count_seconds(outcome)
+            # by architecture, as norms of networks of different sizes can't be compared
+            if self.max_norm is None and outcome.finite:
+                own = norms.setdefault(self.architecture_of(client), {})
+                own[client] = norm_of(outcome.update, job.payload)
+            yield outcome
+            # the next message is read while this name stands
             del outcome
         if self.link.quorum.late_rounds:
             # a client still at work on an earlier job hasn't been sent this one
@@ -148,6 +158,31 @@ class Remote(Engine):
         # only now, as the median is of the whole round; the updates have been taken by then
         for own in norms.values():
             self._look_for_far(own)
+
+    def _come_now(self, asked: Mapping[int, Job]) -> Iterator[tuple[int, Job, Outcome | Refused]]:
+        """Yield clients, jobs and outcomes, or the reason of a refusal, in the order of sites' answers."""
+        for client, content in self._ask(MessageType.TRAIN, asked):
+            # an answer to an earlier job is relative to the payload of that job
+            job = asked[client] if self.link.times_asked[client] else self._late.pop(client, asked[client])
+            outcome = self._tried(job, content)
+            # the next message is read while this name stands
+            del content
+            yield client, job, outcome
+            del outcome
+
+    def _come_early(self, asked: Mapping[int, Job]) -> Iterator[tuple[int, Job, Outcome | Refused]]:
+        """Yield what clients have sent with the evaluation before the round, as `_come_now`."""
+        early, self._ahead = cast(dict[int, tuple[Job, Outcome | Refused]], self._ahead), None
+        self.link.trained = self._ahead_took
+        for client in [client for client in early if client in asked]:
+            yield client, *early.pop(client)
+
+    def _tried(self, job: Job, content: RecordDict) -> Outcome | Refused:
+        """Return a client's outcome, a large update in files, or the reason of a refusal."""
+        try:
+            return self._stored(self._outcome(job, content))
+        except Refused as reason:
+            return reason
 
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
         """Yield outcomes with the mean in the place of each update; with too few clients, yield no update.
@@ -247,12 +282,39 @@ class Remote(Engine):
         # an evaluation behind a late training would wait for it
         left_out = self.absent | self.link.busy
         asked = {job.client: job for job in jobs if job.client not in left_out}
+        if self.coming is not None:
+            yield from self._train_ahead(asked, left_out)
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
                 yield client, self._metrics(asked[client], self._answer(content, client))
             except Refused as reason:
                 rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
+
+    def _train_ahead(self, asked: dict[int, Job], left_out: Collection[int]) -> Iterator[Evaluated]:
+        """Send the coming round's jobs, and yield the metrics that clients have measured before training.
+
+        Args:
+            asked: the jobs of the evaluation by client; those of the coming round's clients are taken out.
+            left_out: ids of the clients out of reach.
+        """
+        # the choice of the cohort may evaluate clients too
+        coming, self.coming = cast(Callable[[Collection[int]], Mapping[int, Job]], self.coming), None
+        jobs = coming(left_out)
+        measured = {client: asked.pop(client) for client in jobs if client in asked}
+        splits = {client: job.evaluate for client, job in measured.items()}
+        self._ahead = {}
+        for client, content in self._ask(MessageType.TRAIN, jobs, measure=splits):
+            # made in a validation, updates would be tensors that no server can change
+            with torch.inference_mode(False):
+                self._ahead[client] = jobs[client], self._tried(jobs[client], content)
+            if client in measured:
+                try:
+                    yield client, self._metrics(measured[client], self._answer(content, client), "before")
+                except Refused as reason:
+                    rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
+            del content
+        self._ahead_took = dict(self.link.took)
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
         """Return one client's metrics by split, evaluated at the client's site; empty without an answer."""
@@ -300,7 +362,11 @@ class Remote(Engine):
         return weights
 
     def _ask(
-        self, kind: str, asked: Mapping[int, Job], sums: Mapping[str, Any] | None = None
+        self,
+        kind: str,
+        asked: Mapping[int, Job],
+        sums: Mapping[str, Any] | None = None,
+        measure: Mapping[int, Sequence[str]] = MappingProxyType({}),
     ) -> Iterator[tuple[int, RecordDict]]:
         if not asked:
             return
@@ -314,11 +380,14 @@ class Remote(Engine):
                 "seed": job.seed,
                 "lr_factor": job.lr_factor,
                 "evaluate": " ".join(job.evaluate),
+                "measure": " ".join(measure.get(client, ())),
                 "requested": " ".join(sorted(self.module.requested)),
                 "withheld": " ".join(sorted(self.module.withheld)),
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
                 "once": " ".join(sorted(job.once & job.payload.keys())),
+                # a site learns the id of its new client by this
+                "name": self.link.names[client] if client >= self.link.founders else "",
                 **(sums or {"sum": "", "most": 0, "agreement": ""}),
             }
             for client, job in asked.items()
@@ -343,11 +412,11 @@ class Remote(Engine):
             raise Refused(plain(answer["error"]))
         return answer
 
-    def _metrics(self, job: Job, answer: dict[str, Any]) -> dict[str, dict[str, float]]:
+    def _metrics(self, job: Job, answer: dict[str, Any], name: str = "after") -> dict[str, dict[str, float]]:
         """Return metrics by split in the order of the record, with NaN in the place of impossible numbers."""
         # a split without samples has no metrics, and a site may not invent some
         held = [split for split in job.evaluate if self.link.sizes[job.client][split]]
-        metrics, wrong = self._measured.evaluated(answer.get("after"), held, "after")
+        metrics, wrong = self._measured.evaluated(answer.get(name), held, name)
         self._tell(job.client, wrong)
         return metrics
 
@@ -370,7 +439,8 @@ class Remote(Engine):
         """
         client = job.client
         after = self._metrics(job, answer)
-        check({name: value for name, value in answer.items() if name != "after"}, TRAINED, where="answer")
+        own = {name: value for name, value in answer.items() if name not in ("after", "before")}
+        check(own, TRAINED, where="answer")
         if answer["round"] != job.round:
             raise Refused(f"it is the answer of round {shown(answer['round'] + 1)}.")
         # the token goes into checkpoints, and back to the site, where it becomes part of a path

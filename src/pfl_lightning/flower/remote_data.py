@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
+from pfl_lightning.data.datamodule import ClientLoader
 from pfl_lightning.data.division import Division
 
 
@@ -21,8 +22,9 @@ class AtSites:
     public: Any
     needs_all_clients: str
     _pool: Any
+    most_clients: int
     _sizes: Mapping[int, Mapping[str, int]]
-    _names: Sequence[str]
+    _names: list[str]
 
     def prepare_data(self) -> None:
         """Download data for samples of the server's own; without such samples, download nothing."""
@@ -64,6 +66,23 @@ class AtSites:
         """Return the number of samples in a split of a client by the report of the client's site; 0 before."""
         return self._sizes.get(client, {}).get(split, 0)
 
+    def grow(self, names: Sequence[str]) -> None:
+        """Count further clients, under the next ids.
+
+        Args:
+            names: their names.
+        """
+        self._names.extend(names)
+        self.num_clients += len(names)
+
+    def train_dataloader(self) -> ClientLoader:
+        """Return a loader of one batch, the ids of all clients at the time."""
+        return ClientLoader([Everybody(self)])
+
+    def val_dataloader(self) -> ClientLoader:
+        """Return a loader as a data module does, of one batch with the ids of all clients at the time."""
+        return ClientLoader([Everybody(self)] if len(super().val_dataloader()) else [])  # type: ignore[misc]
+
     @property
     def newcomers(self) -> range:
         """Return an empty range, as a server has no newcomers."""
@@ -100,6 +119,23 @@ class AtSites:
         )
 
 
+class Everybody(Sequence[int]):
+    """The ids of all clients, also of those that join later.
+
+    Args:
+        data: the server's data module.
+    """
+
+    def __init__(self, data: AtSites) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.num_clients
+
+    def __getitem__(self, index: Any) -> Any:
+        return range(self._data.num_clients)[index]
+
+
 def check_drift(data: FederatedDataModule) -> None:
     """Refuse data with drift, as a simulation changes clients' samples between rounds and a site doesn't.
 
@@ -117,14 +153,19 @@ def check_drift(data: FederatedDataModule) -> None:
 
 
 def remote_data(
-    data: FederatedDataModule, sizes: Mapping[int, Mapping[str, int]], names: Sequence[str] = ()
+    data: FederatedDataModule,
+    sizes: Mapping[int, Mapping[str, int]],
+    names: Sequence[str] = (),
+    most_clients: int = 0,
 ) -> FederatedDataModule:
     """Return a copy of a data module for a server with clients at sites.
 
     Args:
         data: the data module, not set up.
         sizes: numbers of samples by client and split; may be filled in later.
-        names: names of the clients by id; empty for clients known by ids alone.
+        names: names of the clients by id; empty for clients known by ids alone. A list gets the names of clients that
+            join.
+        most_clients: the largest number of clients, with those that join; 0 is the data's own number.
 
     Raises:
         MisconfigurationException: if the data have no number of clients, newcomers or drift, or names don't fit.
@@ -144,5 +185,7 @@ def remote_data(
     # without __init__, where Lightning collects hyperparameters out of the calling frames; a subclass of the module's
     # class, so that a user's checks of the kind of data still hold
     remote: Any = object.__new__(type(f"Remote{type(data).__name__}", (AtSites, type(data)), {}))
-    vars(remote).update(vars(data), _sizes=sizes, _names=list(names))
+    # the same list as the connection's, so that both know a client that joins
+    shared = names if isinstance(names, list) else list(names)
+    vars(remote).update(vars(data), _sizes=sizes, _names=shared, most_clients=most_clients or data.num_clients)
     return cast(FederatedDataModule, remote)

@@ -1,6 +1,6 @@
 """The server's side of a deployment: `FederatedTrainer.fit` with an engine for clients at sites."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +19,16 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.flower.link import Link, Quorum, initial_of
+from pfl_lightning.flower.client_app import guards
+from pfl_lightning.flower.first_exchange import FirstExchange, check_kinds
+from pfl_lightning.flower.link import Keys, Link, Quorum, initial_of
 from pfl_lightning.flower.progress import Progress
 from pfl_lightning.flower.remote import Remote
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.sums import Summing
 from pfl_lightning.privacy import DPAverage
+from pfl_lightning.selection.availability import Availability
+from pfl_lightning.settings import is_count
 from pfl_lightning.trainer import FederatedTrainer
 
 
@@ -37,10 +41,11 @@ class States(FederatedCallback):
     Args:
         link: the connection to the sites.
         patience: seconds in a round for enough clients to have a site.
+        together: whether validations go with the next round's training.
     """
 
-    def __init__(self, link: Link, patience: float) -> None:
-        self._link, self._patience = link, patience
+    def __init__(self, link: Link, patience: float, together: bool = False) -> None:
+        self._link, self._patience, self._together = link, patience, together
         self._federation: Federation | None = None
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
@@ -51,6 +56,8 @@ class States(FederatedCallback):
         # a user's own checkpoint callback may have no folder
         callbacks = cast(list[Any], trainer.checkpoint_callbacks)
         self._folders = {Path(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None)}
+        # clients may have joined an earlier part of the run
+        self._link.cohort = federation.options.cohort_size(federation.data.num_clients)
         # a client without a site so far may have had one before the run was resumed
         self._link.expected = {client: size for client, size in enumerate(federation.trained["sizes"]) if size}
         # a method without a template fails here, before any site has worked
@@ -64,7 +71,11 @@ class States(FederatedCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let sites join before the round's cohort is drawn, and wait until there are enough for the round."""
         federation = cast(Federation, pl_module)
+        before = federation.data.num_clients
+        self._take_in(federation)
         self._link.wait(self._patience, federation.options.min_clients, f"round {federation.round + 1}")
+        self._take_in(federation)
+        self._engine.joined = range(before, federation.data.num_clients)
         sizes = federation.sizes(range(federation.data.num_clients), "train")
         # those of lost sites stay known
         known = federation.trained["sizes"]
@@ -73,12 +84,28 @@ class States(FederatedCallback):
             federation.trained["sizes"] = [sizes[client] or size for client, size in enumerate(known)]
             federation.trained["partition"] = fingerprint(federation.data)
 
+    def _take_in(self, federation: Federation) -> None:
+        """Give newcomers their ids."""
+        if new := self._link.newcomers():
+            federation.grow(new)
+            self._link.cohort = federation.options.cohort_size(federation.data.num_clients)
+        self._link.admit()
+
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Begin the measurements of a round."""
         self._engine.begin_round()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the validation go with the next round's training, if there is a next round."""
+        federation = cast(Federation, pl_module)
+        goes_on = 0 < federation.round < (trainer.max_epochs or 0) and not trainer.should_stop
+        # metrics after training come with the training anyway
+        if self._together and goes_on and federation.options.evaluate != "after":
+            self._engine.coming = federation.coming
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the engine's measurements of a round to the round's metrics, before loggers write the row."""
+        self._engine.coming = None
         cast(Federation, pl_module).metrics |= self._engine.taken
 
     # rounds without an evaluation have no validation
@@ -113,7 +140,7 @@ def serve(
     data: FederatedDataModule,
     aggregator: Aggregator | None = None,
     ckpt_path: str | None = None,
-    keys: Mapping[str, Mapping[int, int]] | None = None,
+    keys: Keys | Callable[[], Keys] | None = None,
     timeout: float = 600.0,
     patience: float = 600.0,
     max_norm: float | None = None,
@@ -121,6 +148,9 @@ def serve(
     names: Sequence[str] = (),
     quorum: Quorum | None = None,
     status: Path | None = None,
+    max_clients: int = 0,
+    together: bool = False,
+    first_exchange: Sequence[str] = (),
 ) -> Federation:
     """Train a federation of clients at sites.
 
@@ -131,8 +161,9 @@ def serve(
         data: the data module, not set up; the server needs the number of clients, the task and the shape of inputs.
         aggregator: the server side; None takes the client module's own.
         ckpt_path: as for `FederatedTrainer.fit`.
-        keys: for each public key of a node, the allowed client ids and the largest number of samples per split; None
-            lets any registered node have any client without a site.
+        keys: for each public key of a node, the allowed client ids, or names of clients that may join, and the largest
+            number of samples per split; a function is called for each greeting. None lets any registered node have any
+            client without a site.
         timeout: seconds to wait for sites in each phase of a round, above 0.
         patience: seconds for enough clients to get a site, at the start and in a round that has fewer than
             ``trainer.min_clients``.
@@ -142,6 +173,11 @@ def serve(
         names: names of the clients by id, by which the record and checkpoints know them; empty for ids alone.
         quorum: the clients that a start and a phase wait for; None takes the defaults of `Quorum`.
         status: file for the state of sites and rounds, which ``pfl-lightning status`` shows; None writes none.
+        max_clients: largest number of clients, up to which sites with further names may join while the federation runs;
+            0 is the data's number.
+        together: whether sites evaluate a round's model as they get it for the next round's training, by one message a
+            round in the place of two.
+        first_exchange: what sites tell of their tables before the first round: ``classes``, ``categories``, ``scales``.
 
     Returns:
         The federation after its last round.
@@ -161,11 +197,21 @@ def serve(
         initial = initial_of(client.architectures())
     quorum = quorum or Quorum()
     check_quorum(quorum, trainer, client, aggregator, data.num_clients)
+    if together:
+        check_together(trainer, client, aggregator, quorum)
+    if max_clients:
+        check_joining(max_clients, trainer, client, aggregator, data.num_clients, names)
+    first = None
+    if first_exchange:
+        check_exchange(first_exchange, trainer, client, aggregator, data)
+        classes = data.task.outputs if data.task.has_classes else None
+        first = FirstExchange(first_exchange, quorum.min_available or data.num_clients, classes, ckpt_path is not None)
     cohort = trainer.rounds.cohort_size(data.num_clients)
-    link = Link(grid, data.num_clients, initial, keys, timeout, poll, names, quorum, cohort)
+    keys_now = keys if keys is None or callable(keys) else lambda: keys
+    link = Link(grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first)
     # `wait` fills the sizes in, in the same dict
-    data = remote_data(data, link.sizes, names)
-    progress, states = Progress(link, status, ckpt_path), States(link, patience)
+    data = remote_data(data, link.sizes, link.names, max_clients)
+    progress, states = Progress(link, status, ckpt_path), States(link, patience, together)
 
     def engines(modules: Sequence[ClientModule], work: LocalWork, precision: Precision) -> list[Engine]:
         federation = cast(Federation, trainer.lightning_module)
@@ -227,6 +273,108 @@ def check_quorum(
         reason = "a guarantee of privacy" if private else "trainer.secure_sum"
         raise MisconfigurationException(
             f"late-rounds={quorum.late_rounds} counts an update in a later round, which {reason} doesn't allow; take 0."
+        )
+
+
+def check_together(
+    trainer: FederatedTrainer, client: ClientModule, aggregator: Aggregator | None, quorum: Quorum
+) -> None:
+    """Refuse evaluations that go with the next round's training where a training ahead would count or cost more.
+
+    Args:
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        quorum: the answers that are enough to end a phase.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    server = aggregator or client.configure_aggregator()
+    reasons = {
+        "trainer.example_privacy counts each training of a client": trainer.rounds.example_privacy is not None,
+        "trainer.secure_sum trains in steps of its own": trainer.rounds.secure_sum is not None,
+        f"the guarantee of aggregator {server.name} counts each training": bool(server.guarantee),
+        f"late-rounds={quorum.late_rounds} takes answers of earlier rounds": quorum.late_rounds > 0,
+    }
+    if reason := next((words for words, holds in reasons.items() if holds), None):
+        raise MisconfigurationException(
+            f"evaluate-with-training=true has clients train before the round begins, and {reason}; take false."
+        )
+
+
+def check_exchange(
+    kinds: Sequence[str],
+    trainer: FederatedTrainer,
+    client: ClientModule,
+    aggregator: Aggregator | None,
+    data: FederatedDataModule,
+) -> None:
+    """Refuse an exchange before the first round under a guarantee, or where the server has samples of its own.
+
+    Args:
+        kinds: what is exchanged.
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        data: the server's data module.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    check_kinds(kinds)
+    if reason := guards(trainer, aggregator or client.configure_aggregator()):
+        raise MisconfigurationException(
+            f"first-exchange={' '.join(kinds)!r} tells the server of clients' rows, which {reason} doesn't cover; "
+            "leave it empty, and give classes, categories and scales in the configuration."
+        )
+    if data.public is not None or data.central_test is not None or data.server_fraction > 0:
+        raise MisconfigurationException(
+            f"first-exchange={' '.join(kinds)!r} is of sites' rows, and the server has samples of its own; give "
+            "classes, categories and scales in the configuration."
+        )
+
+
+def check_joining(
+    most: int,
+    trainer: FederatedTrainer,
+    client: ClientModule,
+    aggregator: Aggregator | None,
+    clients: int,
+    names: Sequence[str],
+) -> None:
+    """Refuse clients that join beyond the number of the settings, where something depends on the number.
+
+    Args:
+        most: the largest number of clients.
+        trainer: the settings of rounds.
+        client: the client module.
+        aggregator: the server side; None takes the client module's own.
+        clients: number of clients before.
+        names: names of the clients by id.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    server = aggregator or client.configure_aggregator()
+    if not is_count(most) or most < clients:
+        raise MisconfigurationException(
+            f"max-clients={most} must be at least data.num_clients={clients}, or 0, by which nobody joins."
+        )
+    if not names:
+        raise MisconfigurationException(f"max-clients={most} lets clients join by name; give the others names too.")
+    reasons = {
+        "trainer.example_privacy": trainer.rounds.example_privacy is not None,
+        "trainer.secure_sum": trainer.rounds.secure_sum is not None,
+        f"the guarantee of aggregator {server.name}": bool(server.guarantee),
+        f"aggregator {server.name}": server.fixed_sizes or server.fixed_clients,
+        f"trainer.cohort={type(trainer.rounds.cohort).__name__}": isinstance(trainer.rounds.cohort, Availability),
+        "model.net, a list of nets,": len(client.architectures()) > 1,
+    }
+    if reason := next((name for name, holds in reasons.items() if holds), None):
+        raise MisconfigurationException(
+            f"max-clients={most} lets clients join during the run, and {reason} needs to know all clients before the "
+            "first round; take 0, and a place in data.num_clients for each client that may come."
         )
 
 

@@ -48,6 +48,7 @@ class CFL(Aggregator):
     """
 
     example_level = True
+    fixed_clients = True
     needs = frozenset({"weights", "num_samples"})
     sends = frozenset({"weights"})
     meets_newcomers = True

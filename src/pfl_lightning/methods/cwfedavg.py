@@ -63,6 +63,7 @@ class CwFedAvg(WeightedAverage):
 
     example_level = True
 
+    fixed_clients = True
     requires = frozenset({"classes"})
 
     caches = frozenset({"_starts", "_stacked"})

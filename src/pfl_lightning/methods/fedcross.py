@@ -46,6 +46,7 @@ class FedCross(Aggregator):
         MisconfigurationException: if a value is out of its range.
     """
 
+    fixed_clients = True
     needs = frozenset({"weights"})
     sends = frozenset({"weights"})
 

@@ -112,6 +112,7 @@ class GeneralizationAdjustment(WeightedAverage):
         MisconfigurationException: if ``step`` is negative, or ``preset`` is none of its choices.
     """
 
+    fixed_clients = True
     needs = frozenset({"weights", "received_error", "trained_error"})
 
     def __init__(self, step: float = 0.2, preset: Preset = "paper") -> None:

@@ -89,6 +89,7 @@ class FedReMa(WeightedAverage):
 
     example_level = True
 
+    fixed_clients = True
     requires = frozenset({"classes"})
 
     def __init__(

@@ -79,6 +79,8 @@ class KnowledgeCoefficients(Aggregator):
         MisconfigurationException: if a number is negative.
     """
 
+    fixed_clients = True
+
     def __init__(self, rho: float = 0.7, coefficient_lr: float | None = 0.02, c_update: Update = "project") -> None:
         super().__init__()
         if not rho >= 0:

@@ -114,6 +114,7 @@ class HyperNetwork(Aggregator):
         MisconfigurationException: if an argument is out of its range.
     """
 
+    fixed_clients = True
     needs = sends = frozenset({"weights"})
     meets_newcomers = True
 

@@ -134,6 +134,7 @@ class SCAFFOLD(WeightedAverage):
     """
 
     example_level = True
+    fixed_clients = True
     needs = frozenset({"weights", "control"})
     sends = WeightedAverage.sends | {"control"}
     sums_only = True
