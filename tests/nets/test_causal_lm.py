@@ -11,11 +11,12 @@ from torch.optim import SGD, AdamW
 
 from federations import blobs, equal, load, make_client, same_end
 from federations import fit as fit_blobs
-from language_models import ATTENTION, CLIENTS, FAMILIES, LENGTH, TOKENS, texts, write_models
+from language_models import ATTENTION, CLIENTS, FAMILIES, LENGTH, TEXTS, TOKENS, texts, write_models
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import AdapterFolders
 from pfl_lightning.client import export_adapters
 from pfl_lightning.client.adapter_folders import folder_name
+from pfl_lightning.data import TensorData
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local, PFedMe
 from pfl_lightning.nets import CausalLM, Net
