@@ -43,13 +43,17 @@ class Drawing(nn.Module):
         return x + torch.randn(x.shape) * self.training
 
 
-def deep(*deepcopy(inner), input_shape=(4,), num_classes=3):
-    body = nn.Sequential(nn.Linear(input_shape[0], 8), nn.Tanh(), *inner, nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2))
+def deep(*inner, input_shape=(4,), num_classes=3):
+    body = nn.Sequential(
+        nn.Linear(input_shape[0], 8), nn.Tanh(), *deepcopy(inner), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)
+    )
     return Net(body, nn.Linear(8, num_classes))
 
 
 def adapted(*inner):
-    return partial(Adapted, net=lambda shape, classes: deep(*deepcopy(inner), input_shape=shape, num_classes=classes), rank=2)
+    return partial(
+        Adapted, net=lambda shape, classes: deep(*deepcopy(inner), input_shape=shape, num_classes=classes), rank=2
+    )
 
 
 class Scaled(nn.Module):
