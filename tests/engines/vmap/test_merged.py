@@ -51,9 +51,7 @@ def deep(*inner, input_shape=(4,), num_classes=3):
 
 
 def adapted(*inner):
-    return partial(
-        Adapted, net=lambda shape, classes: deep(*deepcopy(inner), input_shape=shape, num_classes=classes), rank=2
-    )
+    return partial(Adapted, net=lambda shape, classes: deep(*inner, input_shape=shape, num_classes=classes), rank=2)
 
 
 class Scaled(nn.Module):
