@@ -12,7 +12,7 @@ from pfl_lightning.tasks import NextToken
 WANTED = "pip install 'pfl-lightning[lm]' for transformers and peft, which this test is about"
 TOKENS, LENGTH, TEXTS, CLIENTS = 48, 12, 30, 3
 FAMILIES = ("llama", "qwen2", "gpt2")
-# its attention has dropout, which sdpa can't draw for each client
+# its attention has dropout, which sdpa can't draw for each client under vmap
 ATTENTION = {"gpt2": "eager"}
 
 

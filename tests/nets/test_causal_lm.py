@@ -228,21 +228,54 @@ def packed_texts():
     )
 
 
-@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "eager")])
-def test_packed_texts_train_as_those_apart_under_each_engine(models, family, attention):
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        # adapters with more than linear layers, which run under vmap
+        ("llama", {"lora": {"r": 2, "dora": True}}),
+        ("qwen2", {"attention": "eager"}),
+        ("gpt2", {"attention": "sdpa"}),
+    ],
+)
+def test_packed_texts_train_as_those_apart_under_each_engine(models, family, settings):
     def trained(data, engine):
-        net = build(models, family, lora={"r": 2}, attention=attention)
-        client = client_of(net, optimizer=partial(SGD, lr=0.5))
+        client = client_of(build(models, family, **{"lora": {"r": 2}, **settings}), optimizer=partial(SGD, lr=0.5))
         for layer in client.net.modules():
             if isinstance(layer, nn.Dropout):
                 layer.p = 0.0
+            if hasattr(layer, "attn_dropout"):
+                layer.attn_dropout.p = 0.0
         return adapters_of(fit(client, data=data, engine=engine))[0]
 
     packed, apart = packed_texts()
     expected = trained(apart, "sequential")
+    assert max(float(t.abs().max()) for name, t in expected.items() if "lora_B" in name) > 1e-3
     for engine in ENGINES:
         found = trained(packed, engine)
         assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_a_window_of_attention_is_left_to_the_model(models):
+    body = build(models)((LENGTH,), TOKENS).eval().features
+    inputs = {"input_ids": torch.randint(0, TOKENS, (1, LENGTH)), "position_ids": torch.arange(LENGTH)[None]}
+    seen = []
+    body.layers.register_forward_pre_hook(lambda module, args, given: seen.append(given), with_kwargs=True)
+    for window in (None, LENGTH, LENGTH - 1):
+        body.window = window
+        body(inputs)
+    assert ["attention_mask" in given for given in seen] == [True, True, False]
+
+
+def test_the_base_takes_all_clients_texts_at_once_with_dropout_in_the_attention(models):
+    batches, ends = [], []
+    for engine in ENGINES:
+        client = client_of(build(models, "gpt2", attention="sdpa"), optimizer=partial(SGD, lr=0.5))
+        layer = next(layer for name, layer in client.net.named_modules() if name.endswith("c_attn.base_layer"))
+        layer.register_forward_pre_hook(lambda layer, args: batches.append(len(args[0])))
+        ends.append(adapters_of(fit(client, engine=engine))[0])
+    assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-5) for name in ends[0])
+    assert 4 * CLIENTS in batches
 
 
 def test_a_smaller_vocabulary_has_fewer_logits(models):

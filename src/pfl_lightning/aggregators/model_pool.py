@@ -60,6 +60,7 @@ def inner_products(
         names: the entries that count.
         origin: a model :math:`\theta_g`; if given, products are of the differences :math:`\tau_k = \theta_k -
             \theta_g`, followed by :math:`\theta_g` itself.
+        dtype: the type of the products, before they become float64.
 
     Returns:
         ``[n, n]``, symmetric, in the order of the models, on the CPU; ``[n + 1, n + 1]`` with an origin.

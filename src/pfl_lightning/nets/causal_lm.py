@@ -50,7 +50,7 @@ class CausalLM(Net):
             of ``peft.LoraConfig`` by their names there, such as ``modules_to_save: [lm_head]``; what is left out has
             peft's defaults, such as ``alpha: 8``. None has no adapters, and trains the whole model.
         dtype: type of the model's weights. Adapters and logits are float32 in either case.
-        attention: implementation of the attention; ``eager`` is slower, and takes a mask under engine ``vectorised``.
+        attention: implementation of the attention; ``eager`` is slower, and takes a mask under vmap.
         gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
             ``vectorised`` doesn't allow it.
         quantize: frozen weights in 8 or 4 bits, by bitsandbytes.

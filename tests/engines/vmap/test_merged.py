@@ -1,5 +1,6 @@
 """Nets with adapters that take the samples of all clients as one batch, and those that can't."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -43,12 +44,33 @@ class Drawing(nn.Module):
 
 
 def deep(*inner, input_shape=(4,), num_classes=3):
-    body = nn.Sequential(nn.Linear(input_shape[0], 8), nn.Tanh(), *inner, nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2))
+    body = nn.Sequential(
+        nn.Linear(input_shape[0], 8), nn.Tanh(), *deepcopy(inner), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)
+    )
     return Net(body, nn.Linear(8, num_classes))
 
 
 def adapted(*inner):
     return partial(Adapted, net=lambda shape, classes: deep(*inner, input_shape=shape, num_classes=classes), rank=2)
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that is in no state_dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class OwnScale(Local):
+    """Each client has a buffer of its own in the features."""
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        next(layer for layer in self.net.modules() if isinstance(layer, Scaled)).scale.fill_(1.0 + self.client_id)
 
 
 def time_first(input_shape, num_classes):
@@ -103,6 +125,12 @@ def test_nets_with_other_results_run_under_vmap(caplog, net, named):
     assert same(*ends(net, Local, data=(20, 20, 20)))
     (line,) = [line for line in caplog.messages if "vmap for adapters" in line]
     assert named in line
+
+
+@pytest.mark.parametrize(("method", "merged"), [(Local, True), (OwnScale, False)])
+def test_buffers_of_a_client_s_own_stay_its_own(batches, method, merged):
+    assert same(*ends(adapted(Scaled()), method, data=(20, 20, 20)))
+    assert (3 * BATCH in batches) == merged
 
 
 @pytest.mark.parametrize(

@@ -181,13 +181,13 @@ class Streams(Layers):
         function = F.scaled_dot_product_attention
         if not dropout_p:
             return function(query, key, value, attn_mask, **kwargs)
-        parts = [t.tensor_split(self.clients) for t in (query, key, value)]
+        parts: list[Any] = [t.tensor_split(self.clients) for t in (query, key, value)]
         if attn_mask is None or len(attn_mask) != len(query):
             parts.append([attn_mask] * self.clients)
         else:
             parts.append(attn_mask.tensor_split(self.clients))
         of_clients = iter(zip(*parts, strict=True))
-        return self.draw(lambda: function(*next(of_clients), dropout_p, **kwargs)).flatten(0, 1)
+        return self.draw(lambda: function(*next(of_clients), dropout_p=dropout_p, **kwargs)).flatten(0, 1)
 
     def gumbel_softmax(
         self, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1

@@ -121,6 +121,7 @@ class BlockEvaluator:
             # Indexing copies the stack, so all rows together are used as they are.
             at = torch.tensor(rows, device=self.module.device)
             chosen = {name: stack[at] for name, stack in entries.items()}
+        self.merged.see(chosen)
         x = padded([samples[row].x for row in rows])
         with self.sequential.forward_context():
             outputs = torch.cat([self._forward(chosen, chunk, slots) for chunk in split(x, at_once, dim=1)], 1)

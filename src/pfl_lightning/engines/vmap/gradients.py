@@ -154,6 +154,7 @@ class Differentiator:
         """The functions that checked steps called."""
         self._moving: set[str] = set()
         """Buffers that checked steps changed."""
+        merged.see(block.entries)
 
     def gradients(self, step: list[list[Part]], index: int) -> StateDict:
         """Return the gradients of the trained entries, a row per client, without entries unused by the (scaled) loss.

@@ -25,7 +25,7 @@ from pfl_lightning.internals.of_torch import (
     unwrapped,
     version,
 )
-from pfl_lightning.messages import num_bytes, tensors, tree_map
+from pfl_lightning.messages import StateDict, num_bytes, tensors, tree_map
 
 CACHE = 2**20
 """Bytes of hidden states of one batch of all clients at most, on a CPU: what a core's own cache holds. Larger batches
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     Args:
         module: the features or the classifier of a net.
-        buffers: places of its buffers, whose values all clients have in common.
+        buffers: places of its buffers that are in no ``state_dict``, such as frequencies of positions.
     """
 
     module: nn.Module
@@ -79,6 +79,7 @@ class Merged:
         self.required = False
         """Whether a refusal refuses the engine, which `Auto` has chosen for the parts."""
         self._told: set[str] = set()
+        self._of_block: list[Part] = []
 
     def settle(self, slots: Slots) -> None:
         """Find the parts, which a federation may change between rounds by freezing layers.
@@ -104,6 +105,18 @@ class Merged:
                 if (found := self._part(part, places, persistent)) is None:
                     break
                 self.parts.append(found)
+
+    def see(self, entries: StateDict) -> None:
+        """Note the parts with the same buffers for all clients of a block; others stay under ``vmap``.
+
+        Args:
+            entries: parameters and buffers, a row per client.
+        """
+        self._of_block = [
+            part
+            for part in self.parts
+            if all(bool((entries[slot.name] == entries[slot.name][:1]).all()) for slot in part.buffers)
+        ]
 
     @torch.no_grad()
     def clients_at_once(self, x: Tree, activations: int) -> int:
@@ -163,9 +176,11 @@ class Merged:
         Args:
             layers: the layers of the step.
         """
-        tables = [vars(part.module) for part in self.parts]
+        # A check may have refused them since.
+        parts = self._of_block if self.parts else []
+        tables = [vars(part.module) for part in parts]
         before = [table.get("forward") for table in tables]
-        for part, table in zip(self.parts, tables, strict=True):
+        for part, table in zip(parts, tables, strict=True):
             table["forward"] = partial(forward, part, part.module.forward, layers)
         try:
             yield
