@@ -173,8 +173,8 @@ class FedAMP(ModelPool):
         if client not in models:
             return {"weights": self.state["initial"]}
         row = list(models).index(client)
-        # a quarter of all: one by one would read all models n times, and all together need as much memory as the models
-        count = max(math.ceil(len(models) / 4), TOGETHER // max(num_bytes(models[client]), 1))
+        # a fifth of all: one by one would read all models n times, and all together need as much memory as the models
+        count = max(math.ceil(len(models) / 5), TOGETHER // max(num_bytes(models[client]), 1))
         first = row - row % count
         if self._clouds is None or self._clouds[0] is not xi or self._clouds[1] != first:
             # dropped first, for its memory
