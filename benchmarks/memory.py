@@ -1,7 +1,7 @@
 """Peak memory of a federation of large clients whose states stay with them, in memory and on the disk.
 
     python benchmarks/memory.py [--clients 1000] [--participation 0.01] [--rounds 2] [--net resnet18]
-    python benchmarks/memory.py --ranks 4 --net mlp --clients 10000 --participation 0.1 --states rank   # a rank's memory
+    python benchmarks/memory.py --ranks 4 --net mlp --clients 10000 --participation 0.1 --states rank
 
 Each line is a run in a process of its own, on the CPU: 1,000 ResNet-18, of which 10 take part in a round, with eight
 random images each. Local keeps whole models, FedPer classifiers alone. The peak is that of resident memory

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -539,7 +539,8 @@ def missing(peer: str, args: argparse.Namespace) -> str | None:
 def measured(peer: str, name: str, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Run a peer in a process of its own and return its figures."""
     words = [*("--child", peer, "--workloads", name, "--rounds", str(args.rounds)), "--folder", str(folder)]
-    words += ["--engine", args.engine, *(["--pfllib", str(args.pfllib.resolve())] if args.pfllib else [])]
+    words += ["--engine", args.engine, "--share", str(args.share)]
+    words += ["--pfllib", str(args.pfllib.resolve())] if args.pfllib else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), *words],
@@ -554,16 +555,24 @@ def measured(peer: str, name: str, folder: Path, args: argparse.Namespace) -> di
     return figures
 
 
+def asked(name: str, share: float) -> Workload:
+    """Return a workload, with a share of its clients and of a round's."""
+    workload = WORKLOADS[name]
+    cohort = workload.cohort and max(1, round(share * workload.cohort))
+    return replace(workload, clients=max(1, round(share * workload.clients)), cohort=cohort)
+
+
 def table(args: argparse.Namespace) -> None:
     """Print a row for each peer on each workload."""
     for name in args.workloads:
-        print(f"{name}: {WORKLOADS[name].what}, {args.rounds} rounds")
+        share = "" if args.share == 1 else f", {args.share:g} of the clients"
+        print(f"{name}: {WORKLOADS[name].what}{share}, {args.rounds} rounds")
         print(
             f"  {'':<14} {'CPU a round':>12} {'to plain':>9} {'clock':>9} {'CPU, round 1':>13} {'peak MiB':>9} "
             f"{'moved':>8}"
         )
         with tempfile.TemporaryDirectory() as folder:
-            Federation.write(WORKLOADS[name], Path(folder), args.rounds)
+            Federation.write(asked(name, args.share), Path(folder), args.rounds)
             base = None
             for peer in ["plain", *args.peers]:
                 if why := missing(peer, args):
@@ -585,6 +594,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=["ours", "pfl-research", "fluke", "flower"], choices=list(PEERS))
     parser.add_argument("--workloads", nargs="+", default=["W5", "U2"], choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each run, at least 3")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the clients, and of those of a round")
     parser.add_argument("--runs", type=int, default=1, help="runs of each, whose median is printed")
     parser.add_argument("--engine", default="auto", help="engine of ours")
     parser.add_argument("--pfllib", type=Path, help="folder of a clone of PFLlib")
@@ -597,7 +607,7 @@ def main() -> None:
         table(args)
         return
     torch.set_num_threads(1)
-    federation = Federation(WORKLOADS[args.workloads[0]], args.folder, args.rounds)
+    federation = Federation(asked(args.workloads[0], args.share), args.folder, args.rounds)
     clock = Clock(federation.net())
     PEERS[args.child][1](federation, clock, args)
     (args.folder / "figures.json").write_text(json.dumps(clock.figures()))

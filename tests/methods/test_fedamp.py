@@ -213,7 +213,7 @@ def test_models_are_kept_once():
     assert all(tensor.data_ptr() == again[name].data_ptr() for name, tensor in sent.items())
 
 
-def test_a_quarter_of_the_cloud_models_is_in_memory_and_their_order_changes_nothing(monkeypatch):
+def test_a_fifth_of_the_cloud_models_is_in_memory_and_their_order_changes_nothing(monkeypatch):
     updates = uploads(*range(9))
     aggregator = server(clients=9, alpha=0.2, sigma=3.0)
     aggregator.aggregate(updates, round=0)
@@ -223,7 +223,7 @@ def test_a_quarter_of_the_cloud_models_is_in_memory_and_their_order_changes_noth
     few.aggregate(updates, round=0)
     for client in (8, 0, 3, 1, 7, 2):
         torch.testing.assert_close(vector(few.download(client)["weights"]), whole[client], rtol=0, atol=1e-12)
-        assert len(few._clouds[2]) <= 3
+        assert len(few._clouds[2]) <= 2
     # another round's weights
     few.aggregate({2: uploads(12)[12]}, round=1)
     assert not torch.allclose(vector(few.download(2)["weights"]), whole[2], atol=1e-3)

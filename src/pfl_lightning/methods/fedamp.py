@@ -15,7 +15,16 @@ from torch import Tensor
 from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_mean, weighted_means
+from pfl_lightning.messages import (
+    Message,
+    StateDict,
+    Updates,
+    column,
+    num_bytes,
+    promoted,
+    weighted_mean,
+    weighted_means,
+)
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.settings import Unpack
 
@@ -152,7 +161,8 @@ class FedAMP(ModelPool):
             models: n models, by name.
         """
         # from the first model, not from 0: models differ little beside their length, and float32 has seven digits
-        products = inner_products(models, self.names, models[0], promoted(models[0][self.names[0]]))[:-1, :-1]
+        first = {name: column(models[:1], name)[0] for name in self.names}
+        products = inner_products(models, self.names, first, promoted(first[self.names[0]]))[:-1, :-1]
         norms = products.diagonal()
         # |w_i - w_m|^2 from inner products
         squares = norms[:, None] + norms - 2 * products
@@ -173,8 +183,8 @@ class FedAMP(ModelPool):
         if client not in models:
             return {"weights": self.state["initial"]}
         row = list(models).index(client)
-        # a quarter of all: one by one would read all models n times, and all together need as much memory as the models
-        count = max(math.ceil(len(models) / 4), TOGETHER // max(num_bytes(models[client]), 1))
+        # a fifth of all: one by one would read all models n times, and all together need as much memory as the models
+        count = max(math.ceil(len(models) / 5), TOGETHER // max(num_bytes(models[client]), 1))
         first = row - row % count
         if self._clouds is None or self._clouds[0] is not xi or self._clouds[1] != first:
             # dropped first, for its memory

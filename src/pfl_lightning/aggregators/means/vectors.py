@@ -129,8 +129,7 @@ class Vectors:
             if (self.mixing is not None and name in self.buffers) or not tensors[0].is_floating_point():
                 entries[name] = median_of_buffer(name, tensors)
                 continue
-            parts = [rule(self._mixed_rows(rows.to(promoted(rows)))) for rows in blocks(tensors)]
-            result = torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype)
+            result = in_blocks(lambda rows: rule(self._mixed_rows(rows)), tensors)
             entries[name] = within_range(name, result) if name in self.buffers else result
         return Sum(on_cpu(entries), None)
 
@@ -160,8 +159,24 @@ def median_of_buffer(name: str, tensors: list[Tensor]) -> Tensor:
     """
     if not tensors[0].is_floating_point():
         return lower_median(tensors)
-    parts = [median(rows.to(promoted(rows))) for rows in blocks(tensors)]
-    return within_range(name, torch.cat(parts).view(tensors[0].shape).to(tensors[0].dtype))
+    return within_range(name, in_blocks(median, tensors))
+
+
+def in_blocks(rule: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return a rule's result for each coordinate of tensors of one shape, in their type.
+
+    Args:
+        rule: returns ``[w]`` for ``[n, w]`` in float32 or better.
+        tensors: of one shape, at least one.
+    """
+    # filled in place: parts that outlive a block keep the heap from using its memory for the next block
+    result = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+    flat, start = result.view(-1), 0
+    for rows in blocks(tensors):
+        end = start + rows.shape[1]
+        flat[start:end] = rule(rows.to(promoted(rows)))
+        start = end
+    return result
 
 
 def within_range(name: str, buffer: Tensor) -> Tensor:
