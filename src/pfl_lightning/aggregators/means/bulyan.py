@@ -55,7 +55,7 @@ def picks(squared: Tensor, f: int, count: int) -> list[int]:
     n = len(squared)
     # sorted once: 1,000 uploads sorted anew for each pick take minutes
     near, whose = (squared + torch.diag(torch.full((n,), math.inf, dtype=squared.dtype))).sort(1)
-    left, picked = torch.arange(n), []
+    left, picked = torch.arange(n), list[int]()
     # scores change with each pick, as the picked upload is nobody's neighbour any more
     while len(picked) < count:
         neighbours = max(len(left) - f - 2, 1)

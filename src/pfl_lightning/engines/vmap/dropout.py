@@ -178,7 +178,7 @@ class Streams(Layers):
             dropout_p: probability of dropout.
             **kwargs: further arguments.
         """
-        function = F.scaled_dot_product_attention
+        function: Any = F.scaled_dot_product_attention
         if not dropout_p:
             return function(query, key, value, attn_mask, **kwargs)
         parts: list[Any] = [t.tensor_split(self.clients) for t in (query, key, value)]
@@ -187,7 +187,7 @@ class Streams(Layers):
         else:
             parts.append(attn_mask.tensor_split(self.clients))
         of_clients = iter(zip(*parts, strict=True))
-        return self.draw(lambda: function(*next(of_clients), dropout_p=dropout_p, **kwargs)).flatten(0, 1)
+        return self.draw(lambda: function(*next(of_clients), dropout_p, **kwargs)).flatten(0, 1)
 
     def gumbel_softmax(
         self, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1

@@ -217,11 +217,11 @@ def forward(part: Part, function: Callable[..., Any], layers: Layers, *args: Any
         return stack.flatten(0, 1)
 
     def row(stack: Tensor) -> Tensor:
-        return row_of(stack.unflatten(0, (layers.clients, -1)), 0, level)
+        return row_of(stack.reshape(layers.clients, -1, *stack.shape[1:]), 0, level)
 
     args, kwargs = tree_map(batch, (args, kwargs))
     rows = [slot.current for slot in part.buffers]
-    stacks = [unwrapped(own) for own in rows]
+    stacks = [unwrapped(own) for own in rows if own is not None]
     versions = [version(stack) for stack in stacks]
     try:
         with outside_vmap():
