@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from command import CONFIGS, QUICKSTART, QUIET, pfl, summary
+from language_models import write_llama
 from pfl_lightning import methods
+from pfl_lightning.data.shakespeare import LETTERS
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedrema import is_over
 from pfl_lightning.nets import ResNet18
@@ -130,6 +132,8 @@ def tiny(tmp_path_factory):
 @pytest.mark.by_default(but=["fedavg-mnist_dir0.1"])
 def test_a_pair_runs(pair, tiny, monkeypatch):
     method, data = pair
+    if data.stem == "roles_adapters":
+        write_llama(Path("role_model/model"), vocab_size=len(LETTERS), max_position_embeddings=80)
     # torchvision knows the checksums of the real files
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file())
     root = tiny(load(data)["data"]["class_path"])
