@@ -178,7 +178,7 @@ class Streams(Layers):
             dropout_p: probability of dropout.
             **kwargs: further arguments.
         """
-        function: Any = F.scaled_dot_product_attention
+        function: Callable[..., Tensor] = F.scaled_dot_product_attention
         if not dropout_p:
             return function(query, key, value, attn_mask, **kwargs)
         parts: list[Any] = [t.tensor_split(self.clients) for t in (query, key, value)]
