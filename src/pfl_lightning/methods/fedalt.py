@@ -122,8 +122,9 @@ def weighted(layer: nn.Module, inputs: Any, products: Tensor, place: int) -> Ten
         place: dimension of the logits and products.
     """
     rows = products.shape[place] - 2
-    logits, products = products.split([2, rows], place)
-    return products * logits.softmax(place).repeat_interleave(rows // 2, place)
+    logits, products = torch.split(products, [2, rows], place)
+    shares: Tensor = logits.softmax(place).repeat_interleave(rows // 2, place)
+    return products * shares
 
 
 class RestOfWorld(ModelPool):
