@@ -17,6 +17,7 @@ from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import load
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
 from pfl_lightning.runs.report import write_rows
@@ -260,7 +261,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         raise UsageError(f"predict: client {strangers[0]} is not at this site, which has {', '.join(models)}.")
     kind = class_of(config, "model", pfl_lightning.methods)
     rows = []
-    [window] = cast(pfl_lightning.data.FederatedDataModule, data).input_shape
+    [window] = cast(FederatedDataModule, data).input_shape
     for client in clients:
         # names come before ids
         whose = int(client) if client.isdigit() and client not in names and not at_site else client
