@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from command import pfl
 from pfl_lightning import resident
 from pfl_lightning.flower import apps, stay
-from pfl_lightning.flower.link import HELLO
-from pfl_lightning.flower.wire import names, unpack
+from pfl_lightning.flower.link import HELLO, VERSION
+from pfl_lightning.flower.wire import names, pack, unpack
 
 CONFIG = """
 seed_everything: 0
@@ -64,8 +64,13 @@ def short():
         yield Path(folder)
 
 
+def asked() -> RecordDict:
+    """Return what a server asks a site first."""
+    return pack({"hello": {"version": VERSION, "num_clients": 4, "agreed": {}}})
+
+
 def greeting() -> Message:
-    message = Message(RecordDict(), dst_node_id=7, message_type="query", ttl=60.0)
+    message = Message(asked(), dst_node_id=7, message_type="query", ttl=60.0)
     vars(message.metadata)["_message_id"] = message.object_id
     return message
 
@@ -95,7 +100,7 @@ def test_a_worker_is_made_once_and_gets_each_message_s_secrets(app, context):
     for _ in range(2):
         here, there = multiprocessing.Pipe()
         state = RecordDict()
-        here.send(("query", RecordDict(), state, 60.0))
+        here.send(("query", asked(), state, 60.0))
         made.serve(there)
         content, _ = here.recv()
         assert clients(content) == {0, 2}

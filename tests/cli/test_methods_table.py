@@ -95,7 +95,7 @@ def test_all_methods_start_from_the_same_net():
         torch.manual_seed(3)
         initial[method.name] = digest(method.client(input_shape=(1, 28, 28), num_classes=10).net.state_dict())
     # their nets have other layers or weights
-    for name in ("FedNH", "FedETF", "FedGELA", "FedSR", "FedPM", "FENDA-FL", "PerFCL"):
+    for name in ("FedNH", "FedETF", "FedGELA", "FedSR", "FedPM", "FENDA-FL", "PerFCL", "FLOCO"):
         assert initial.pop(name) != initial["FedAvg"]
     assert set(initial.values()) == {initial["FedAvg"]}
 
@@ -123,7 +123,7 @@ def test_what_travels_and_stays_is_measured(rows):
 def test_who_sends_vectors_by_class_shows_its_classes(rows):
     needs = {row["method"]: row["needs"] for row in rows}
     shown = [name for name, need in needs.items() if need == "classes"]
-    assert shown == ["FedDistill", "FedPCL", "FedTGP", "FedGH", "FedReMa+F", "FedReMa+AF"]
+    assert shown == ["CCVR", "FedDistill", "FedPCL", "FedTGP", "FedGH", "FedReMa+F", "FedReMa+AF"]
     assert needs["FedProto"] == needs["FedPAC"] == "class counts"
 
 

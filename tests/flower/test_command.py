@@ -21,8 +21,8 @@ from local_grid import LocalGrid
 from command import pfl, refusal
 from federations import equal, load
 from pfl_lightning.flower import apps
-from pfl_lightning.flower.link import MOST_SAMPLES, Quorum
-from pfl_lightning.flower.wire import names, unpack
+from pfl_lightning.flower.link import MOST_SAMPLES, VERSION, Quorum
+from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.deployment_status import DeploymentStatus, write_status
 
@@ -262,7 +262,8 @@ def test_a_site_imports_nothing_that_an_app_names_beside_the_library(app, tmp_pa
 
     def greeting(flags, **settings):
         grid = LocalGrid(apps.client_app(app), {1: node | settings}, run_config=config | {"flags": flags})
-        grid.push_messages([Message(RecordDict(), dst_node_id=1, message_type="query", ttl=9.0)])
+        asked = pack({"hello": {"version": VERSION, "num_clients": 4, "agreed": {}}})
+        grid.push_messages([Message(asked, dst_node_id=1, message_type="query", ttl=9.0)])
         (reply,) = grid._replies.values()
         return names(reply.content), reply.content
 

@@ -65,12 +65,14 @@ class FirstExchange:
             MisconfigurationException: if the answers of sites don't fit.
         """
         values = checked(whole(told["values"]))
+        # a resumed run keeps the values with which its models were trained
         if told["agreed"] and self.resumed:
             self.agreed = whole(told["values"])
             return [*self._told, node]
         self._told[node] = told["clients"], values
         if sum(count for count, _ in self._told.values()) < self.least:
             return []
+        # by node, so that the order of answers changes nothing
         own = {node: values for node, (_, values) in sorted(self._told.items())}
         nodes, self._told = list(own), {}
         if self._words or "scales" not in self.kinds:
@@ -120,6 +122,7 @@ def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None
     every = list(told.values())
     for kind in [kind for kind in kinds if kind in WORDS]:
         columns = {column for values in every for column in values[kind]}
+        # such a column would be coded at some sites and standardised at others
         if alone := sorted(column for column in columns if not all(column in values[kind] for values in every)):
             raise MisconfigurationException(
                 f"first-exchange={kind}: column {alone[0]!r} holds texts at some sites and numbers at others; list its "

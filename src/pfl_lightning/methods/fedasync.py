@@ -99,5 +99,6 @@ class FedAsync(WeightedAverage):
                 wide = torch.promote_types(own.dtype, torch.float32)
                 mixed[name] = torch.lerp(x[name].to(wide), own.to(wide), share).to(own.dtype)
             else:
+                # a counter between two counts would be none
                 mixed[name] = torch.maximum(x[name].to(own), own)
         self.state["weights"] = x | mixed

@@ -155,6 +155,7 @@ class Schedule(ABC):
 
     def _drawn(self, client: int) -> float:
         """Return a client's seconds per sample by the distribution."""
+        # a stream of each client's own, so that further clients leave the others' speeds as they are
         draw = Random(derive_seed(self.seed, "speed", client))
         factors: dict[str, Callable[[], float]] = {
             "constant": lambda: 1.0,
@@ -261,6 +262,7 @@ class Synchronous(Schedule):
         # without a grace, nobody counts who comes at the same moment as the last that was waited for
         further = [answer for answer in answers[wanted:] if self.grace and answer[0] <= end]
         arrived = [client for _, client in answers[:wanted] + further]
+        # a device can't train twice at once, so that who is late begins its next training late
         busy = busy | {client: ends[client] for client in ends.keys() - lost}
         state = {"now": end, "busy": {client: time for client, time in sorted(busy.items()) if time > end}}
         return Plan(cohort, arrived, end - begin, took, {}, state)
@@ -307,6 +309,7 @@ class Asynchronous(Schedule):
     def plan(self, turn: Turn) -> Plan:
         """Return the course of a round: clients start and updates arrive until the buffer is full."""
         begin = now = self.state["now"]
+        # a copy, as the state changes only once the round is over
         flying = dict(self.state.get("flying", {}))
         gone: dict[int, dict[str, Any]] = {}
         arrived: list[int] = []
@@ -318,6 +321,7 @@ class Asynchronous(Schedule):
             # nobody is left to train, as with few clients available: the step is by fewer updates
             if not flying:
                 break
+            # straight to the next arrival: nothing happens in between
             now = min(flight["arrives"] for flight in flying.values())
             for client in sorted(client for client, flight in flying.items() if flight["arrives"] == now):
                 gone[client] = flying.pop(client)
@@ -333,6 +337,7 @@ class Asynchronous(Schedule):
     def _started(self, client: int, turn: Turn, now: float) -> dict[str, Any]:
         """Return the record of a training that starts."""
         took, lost = self.took(client, turn.samples(client)), self.is_lost(client, turn.round)
+        # a server can't tell a slow client from a lost one, and gives both up after the same time
         if self.timeout is not None and took > self.timeout:
             took, lost = self.timeout, True
         flight = {"round": turn.round, "starts": now, "arrives": now + took, "lost": lost}
