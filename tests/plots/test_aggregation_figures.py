@@ -14,7 +14,12 @@ from pfl_lightning.plots import (
     plot_weights_against,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")
+# but for files of earlier tests, which are collected at any time
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def drawn(figure):

@@ -11,7 +11,12 @@ from scipy.stats import spearmanr
 from pfl_lightning.plots.features import plot_conductance, plot_tsne, spearman
 from pfl_lightning.plots.runs import plot_against_local_epochs
 
-pytestmark = pytest.mark.filterwarnings("error")
+# but for files of earlier tests, which are collected at any time
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def drawn(figure):

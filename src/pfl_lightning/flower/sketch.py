@@ -60,7 +60,7 @@ class Sketches:
 
     def __init__(self, modules: Sequence[ClientModule]) -> None:
         self._modules = modules
-        self._known: dict[tuple[int, tuple[str, ...], str], Message] = {}
+        self._known: dict[tuple[int, tuple[str, ...], str, bool], Message] = {}
         # personal parameters are at sites; initial ones have the same shapes
         self._personal = [detached(personal_entries(module, module.state_dict())) for module in modules]
 
@@ -80,9 +80,10 @@ class Sketches:
         """
         module = self._modules[architecture]
         vars(module).update(client_id=job.client, round=job.round)
-        # by the payload's shapes too, which decide the shapes of updates in some methods, and by the names that travel,
-        # which are others from round to round in RoLoRA
-        look = architecture, tuple(module.shared_state()), str(tree_map(lambda t: t.to("meta"), job.payload))
+        # by the payload's shapes too, which decide the shapes of updates in some methods, by the names that travel, which
+        # are others from round to round in RoLoRA, and by whether the round is the last, in which CCVR reports
+        payload, last = str(tree_map(lambda t: t.to("meta"), job.payload)), job.round + 1 == module.num_rounds
+        look = architecture, tuple(module.shared_state()), payload, last
         if look not in self._known:
             try:
                 self._known[look] = self._made(architecture, job)
