@@ -80,8 +80,8 @@ class Sketches:
         """
         module = self._modules[architecture]
         vars(module).update(client_id=job.client, round=job.round)
-        # by the payload's shapes too, which decide the shapes of updates in some methods, by the names that travel, other
-        # ones from round to round in RoLoRA, and by whether the round is the last, in which CCVR reports
+        # by the payload's shapes too, which decide the shapes of updates in some methods, by the names that travel,
+        # which change from round to round in RoLoRA, and by whether the round is the last, in which CCVR reports
         payload, last = str(tree_map(lambda t: t.to("meta"), job.payload)), job.round + 1 == module.num_rounds
         look = architecture, tuple(module.shared_state()), payload, last
         if look not in self._known:
