@@ -4,12 +4,13 @@ import inspect
 import math
 from functools import partial
 
-import pandas
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
+pytest.importorskip("pandas", reason="needs the extra tables")
 
+import pandas
 from deployments import ALL, deploy, rewrite
 from local_grid import LocalGrid
 
