@@ -18,9 +18,9 @@ ROWS = [{"round": 2, "bytes/up": 2048, "bytes/down": 10}]
 CENTRAL = {"best_global": {"round": 1, "test/global_acc": 0.75}}
 
 
-def lines(summary, clients):
+def lines(summary, clients, rows=None):
     clients = [{"client": client} | row for client, row in enumerate(clients)]
-    text = summary_table(summary, ROWS, clients, Path("folder"))
+    text = summary_table(summary, rows or ROWS, clients, Path("folder"))
     return [line.split("  ")[0] for line in text.splitlines() if line and not line.startswith("  ")], text
 
 
@@ -64,6 +64,13 @@ def test_what_was_not_evaluated_is_told():
     nothing = {"final": {"round": 2, "test/acc": None}, "selected": {"round": None, "test/acc": None}}
     names, text = lines(SUMMARY | nothing, [{}])
     assert "test accuracy, best on validation" in names and text.count("not evaluated") == 3
+
+
+def test_a_simulated_clock_adds_its_seconds():
+    rows = [{"bytes/up": 0.0, "bytes/down": 0.0, "time/simulated": seconds} for seconds in (1.5, 2.0)]
+    names, text = lines(SUMMARY, [{"test/acc": 0.9}], rows)
+    assert names[-2] == "simulated seconds" and "3.5" in text
+    assert "simulated seconds" not in lines(SUMMARY, [{"test/acc": 0.9}])[0]
 
 
 def test_other_metrics_are_numbers_and_have_their_lines():

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.runs.tables import labelled
 from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.tasks import Monitor
@@ -184,9 +185,11 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     if audit := summary.get("audit"):
         found = f"epsilon at least {audit['audited_epsilon']:.4g} by {audit['canaries']} canaries"
         lines.append((f"audit of a {audit['unit']}, which changes the model", found))
+    clock = sum(float(row.get(SIMULATED) or 0) for row in rows)
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),
         ("seconds", f"{summary['seconds']:.1f}"),
+        *([("simulated seconds", f"{clock:.1f}")] if clock else []),
         ("files", str(folder)),
     ]
     return "\n" + labelled(lines)
