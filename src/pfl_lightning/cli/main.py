@@ -7,6 +7,7 @@ needs either. A command imports both when it starts.
 import os
 import shlex
 import sys
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 
@@ -48,7 +49,9 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append("")
     try:
         # from here on SIGTERM and Ctrl-C raise Stopped, so that a run can say how to resume
-        with stoppable():
+        with stoppable(), ExitStack() as end:
+            # here, since nothing catches a broken pipe in the interpreter's own last flush
+            end.callback(sys.stdout.flush)
             if words in (["--help"], ["-h"]):
                 print(overview())
                 sys.exit(0)
