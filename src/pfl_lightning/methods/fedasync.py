@@ -25,8 +25,9 @@ class FedAsync(WeightedAverage):
     ``--trainer.schedule Asynchronous --trainer.schedule.buffer 1`` each update is a step of the server. Updates of the
     same round, as of a larger buffer or without a clock, are mixed in one after another, by their times of arrival and
     then by id, each with its staleness at the beginning of the round. Running statistics are mixed as weights, and
-    counters take the maximum. The paper's text was not at hand: rules and the names of a and b are as in other
-    implementations of it, and so are the defaults.
+    counters take the maximum. For the same number of updates it ends below `FedAvg` where clients are unlike, as with
+    few classes each: the model leans to the last clients, and to fast ones. The paper's text was not at hand: rules and
+    the names of a and b are as in other implementations of it, and so are the defaults.
     Source: Xie, Koyejo and Gupta, 2019 (https://arxiv.org/abs/1903.03934).
 
     Args:

@@ -23,7 +23,9 @@ class FedBuff(FedAvgM):
     with momentum the sum takes the place of the change in `FedAvgM`. The buffer is ``trainer.schedule.buffer`` of
     `Asynchronous`; in synchronous rounds no update is stale, and the server is `FedAvgM`, or `WeightedAverage` bit for
     bit without momentum. The official code adds changes up without the division by K, which its learning rates take in.
-    The paper's text was not at hand; the formula is as the official code computes it.
+    The paper's text was not at hand; the formula is as the official code computes it. For the same number of updates it
+    may end far below `FedAvg` where clients are few and unlike, as at four hospitals: fast clients count more often
+    than slow ones, and each step follows the few clients in its buffer.
     Source: Nguyen et al., 2022 (https://arxiv.org/abs/2106.06639).
 
     Args:
