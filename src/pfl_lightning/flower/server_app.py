@@ -364,14 +364,11 @@ def check_joining(
     if not names:
         raise MisconfigurationException(f"max-clients={most} lets clients join by name; give the others names too.")
     reasons = {
-        "trainer.example_privacy": trainer.rounds.example_privacy is not None,
-        "trainer.secure_sum": trainer.rounds.secure_sum is not None,
-        f"the guarantee of aggregator {server.name}": bool(server.guarantee),
         f"aggregator {server.name}": server.fixed_sizes or server.fixed_clients,
         f"trainer.cohort={type(trainer.rounds.cohort).__name__}": isinstance(trainer.rounds.cohort, Availability),
         "model.net, a list of nets,": len(client.architectures()) > 1,
     }
-    if reason := next((name for name, holds in reasons.items() if holds), None):
+    if reason := guards(trainer, server) or next((name for name, holds in reasons.items() if holds), ""):
         raise MisconfigurationException(
             f"max-clients={most} lets clients join during the run, and {reason} needs to know all clients before the "
             "first round; take 0, and a place in data.num_clients for each client that may come."

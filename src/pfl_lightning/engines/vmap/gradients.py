@@ -466,8 +466,7 @@ class Differentiator:
             leaves = [cast(Tensor, current[name]) for name in self.trained]
             found = torch.autograd.grad(values["loss"], leaves, allow_unused=True)
         gradients = {name: g[None] for name, g in zip(self.trained, found, strict=True) if g is not None}
-        rest = {name: cast(Tensor, t)[None] for name, t in current.items() if name in entries and name not in gradients}
-        rest = {name: t for name, t in rest.items() if name not in self.trained}
+        rest = {name: cast(Tensor, current[name])[None] for name in entries if name not in self.trained}
         return Trial({name: value.detach()[None] for name, value in values.items()}, gradients, rest, [stream])
 
     def _by_sample(
