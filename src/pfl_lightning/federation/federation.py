@@ -936,8 +936,8 @@ class Federation(LightningModule):
         if self.options.compression is not None:
             # servers may keep weights in their state, where checkpoints take no class of ours
             updates = {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
-        stale = {client: self.round - plan.sent[client]["round"] if plan.sent else 0 for client in taken}
         if self.options.schedule is not None:
+            stale = {client: self.round - plan.sent[client]["round"] if plan.sent else 0 for client in taken}
             if any(part.reads_arrivals for part in parts_of(self.aggregator)):
                 updates = self._with_arrivals(updates, plan, stale)
             self.metrics[SIMULATED] = plan.seconds
