@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pfl_lightning import __version__
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.runs.tables import labelled
 from pfl_lightning.runs.whole_files import replacing
@@ -130,12 +131,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     Args:
         device: device of the training.
     """
-    packages = ("pfl-lightning", "torch", "lightning", "torchmetrics", "numpy")
+    # by its own word: used from its source folder it is on the path, and no installed package
+    versions = {"python": platform.python_version(), "pfl-lightning": __version__}
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"{device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{name: installed(name) for name in packages}},
+        "versions": versions | {name: installed(name) for name in ("torch", "lightning", "torchmetrics", "numpy")},
     }
 
 
