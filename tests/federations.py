@@ -19,6 +19,7 @@ from pfl_lightning import Aggregator, FederatedTrainer, Federation, Server
 from pfl_lightning.callbacks import FederatedCallback, RoundLogger
 from pfl_lightning.data import FederatedDataModule, Partitioner, Samples, Split
 from pfl_lightning.engines import Job, Outcome, Sequential
+from pfl_lightning.engines.processes import Processes
 from pfl_lightning.messages import Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Adapted, Net
@@ -143,8 +144,13 @@ class Run:
 
     def test(self) -> dict[int, dict[str, float]]:
         """Metrics of each client on its test split, as the federation stands."""
+        self.back_on_device()
         self.federation.evaluations.evaluate(range(self.data.num_clients), ("test",))
         return self.federation.evaluations.results["test"]
+
+    def back_on_device(self) -> None:
+        """Moves the model to where it trained, as after a fit Lightning has moved it to the CPU."""
+        self.federation.to(self.federation.engines[0].device)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -164,6 +170,9 @@ def make_trainer(root: Path | str = "unused", **settings: Any) -> FederatedTrain
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": ACCELERATOR, "max_rounds": 3}
     # the default, which chooses by net and machine, has tests of its own
     quiet["engine"] = "sequential"
+    if settings.get("engine") in ("processes", Processes) or settings.get("devices", 1) != 1:
+        # a machine has several cores, and seldom several GPUs
+        quiet["accelerator"] = "cpu"
     if root == "unused":
         quiet |= {"logger": False, "enable_checkpointing": False}
     return FederatedTrainer(default_root_dir=str(root), **{**quiet, **settings})

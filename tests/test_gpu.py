@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import SGD
 
 from command import CONFIGS, QUIET, pfl
-from federations import blobs, equal, fit, make_client, noisy
+from federations import blobs, equal, fit, make_client, noisy, plain
+from pfl_lightning.data import datamodule
 from pfl_lightning.engines.vmap.engine import Vectorised
 from pfl_lightning.messages import tensors
 from pfl_lightning.methods import Ditto, FedPer, FedProx, registry
@@ -30,7 +31,7 @@ DIGITS = (
     "--data.server_fraction 0.4 "
     "--data.partitioner.alpha 1.0 --data.partitioner.min_size 20 --trainer.max_rounds 2"
 )
-DRAWS = {"fedclassavg", "fedclassavg_cl", "fedclassavg_weight", "fedgen"}
+DRAWS = {"fedclassavg", "fedclassavg_cl", "fedclassavg_weight", "fedcp", "fedgen", "fedsr", "floco"}
 """Methods whose clients draw numbers, which are others on another device."""
 ROUNDING = 1e-7
 """Of float64, through two rounds."""
@@ -40,6 +41,12 @@ ROUNDING = 1e-7
 def one_result_a_sum(monkeypatch):
     """What ``deterministic`` asks for: products that add in the same order each time."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture
+def inputs_of_the_cpu(monkeypatch):
+    """Inputs with the same bits: a GPU multiplies by 1 / 127.5 where the CPU divides, in float32."""
+    monkeypatch.setattr(datamodule, "net_inputs", lambda x, of=datamodule.net_inputs: of(x.cpu()).to(x.device))
 
 
 def end(method, accelerator, engine, precision="64-true", more=""):
@@ -65,6 +72,7 @@ def near(one, other, tolerance):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+@pytest.mark.usefixtures("inputs_of_the_cpu")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_the_same_on_a_gpu_as_on_the_cpu_and_under_both_engines(method):
     alone = end(method, "gpu", "sequential")
@@ -104,6 +112,28 @@ def test_interrupted_it_ends_with_the_same_bits(tmp_path, method, engine, states
     on = fit(model(optimizer_lifetime="run"), blobs(), tmp_path / "cut", max_rounds=4, ckpt_path="last", **settings)
     assert equal(dict(on.weights), dict(whole.weights))
     assert equal(*(torch.load(run.last, weights_only=True)["federation"]["clients"] for run in (on, whole)))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("method", [FedAvg, FedPer], ids=lambda m: m.__name__)
+def test_after_a_fit_models_are_tested_joined_and_used_where_there_is_no_gpu(tmp_path, method, engine):
+    settings = {"accelerator": "gpu", "engine": engine, "clients_per_round": 1.0}
+    run = fit(make_client(method), blobs(*[20] * 4, new_clients=1), tmp_path, **settings)
+    (before,) = run.trainer.test(run.model, datamodule=run.data, ckpt_path="last", verbose=False)
+    run.trainer.join(run.model, run.data, rounds=1)
+    rows = run.data.part(0, "test")
+    (on_gpu,) = run.trainer.predict(run.model, rows.x, ckpt_path=run.last, clients=[0]).values()
+    model = method.load_from_checkpoint(run.last, client=0, net=plain, map_location="cpu")
+    with torch.no_grad():
+        on_cpu = model.eval()(rows.x)
+    assert before["test/acc"] > 1 / 3
+    assert on_gpu.classes.tolist() == on_cpu.argmax(1).tolist()
+
+
+def test_compiled_steps_of_a_gpu_are_those_of_the_uncompiled():
+    runs = [fit(make_client(), blobs(*[20] * 4), accelerator="gpu", engine="vectorised", compile=c) for c in (0, 1)]
+    for a, b in zip(*(run.weights.values() for run in runs), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 class Large(Net):

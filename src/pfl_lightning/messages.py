@@ -262,7 +262,8 @@ def weighted_mean(
     r"""Return the entry-wise weighted mean of state dicts, :math:`\sum_k \lambda_k w_k`, reduced in the order given.
 
     Floating entries are summed in float32 or better and returned in their own type. Integer entries (BatchNorm's
-    ``num_batches_tracked``) take the maximum, since a mean of counters has no meaning.
+    ``num_batches_tracked``) take the maximum, since a mean of counters has no meaning. The mean is on the device of the
+    first state dict, and others may be elsewhere, as a client's own model and those of a payload are.
 
     >>> weighted_mean([{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}], [0.75, 0.25])
     {'w': tensor([1.])}
@@ -280,12 +281,12 @@ def weighted_mean(
     for name in first if names is None else names:
         tensor = first[name]
         if not tensor.is_floating_point():
-            mean[name] = torch.stack([state[name] for state in states]).amax(0)
+            mean[name] = torch.stack([state[name].to(tensor.device) for state in states]).amax(0)
             continue
         # one running sum: a stack of all clients' weights would need as much memory again
         total = tensor.to(promoted(tensor)) * weights[0]
         for state, weight in zip(others, weights[1:], strict=True):
-            total.add_(state[name], alpha=weight)
+            total.add_(state[name].to(total.device), alpha=weight)
         mean[name] = total.to(tensor.dtype)
     return mean
 

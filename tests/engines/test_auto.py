@@ -71,21 +71,21 @@ def test_threads_share_out_the_operations_of_large_nets(taken, caplog, monkeypat
 @pytest.mark.parametrize("limit", ["PARAMETERS", "OUTPUTS_FOR_CORES"])
 def test_they_are_those_of_nets_with_many_weights_and_of_nets_that_put_out_much(taken, monkeypatch, limit):
     monkeypatch.setattr(auto, limit, 10)
-    fit(make_client(), engine="auto", workers=2)
+    fit(make_client(), engine="auto", accelerator="cpu", workers=2)
     assert taken == ["Processes"]
 
 
 @pytest.mark.parametrize(("limit", "engine"), [("OUTPUTS_FOR_CORES", "Vectorised"), ("OUTPUTS", "Sequential")])
 def test_one_core_keeps_nets_vectorised_that_several_would_share_out(taken, monkeypatch, limit, engine):
     monkeypatch.setattr(auto, limit, 10)
-    fit(make_client(), engine="auto", workers=1)
+    fit(make_client(), engine="auto", accelerator="cpu", workers=1)
     assert taken == [engine]
 
 
 def test_rounds_of_too_unequal_clients_are_not_vectorised(taken, caplog):
     # a client of twelve batches and three of one: 15 batches in 12 steps
-    unequal = {"val_fraction": 0.0, "test_fraction": 0.0}
-    runs = [fit(make_client(), blobs(60, 5, 4, 3, **unequal), engine=e, workers=1) for e in ("sequential", "auto")]
+    unequal, cpu = {"val_fraction": 0.0, "test_fraction": 0.0}, {"workers": 1, "accelerator": "cpu"}
+    runs = [fit(make_client(), blobs(60, 5, 4, 3, **unequal), engine=e, **cpu) for e in ("sequential", "auto")]
     assert same_end(*runs) and taken == ["Sequential"]
     assert "takes sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[-1]
 
@@ -115,7 +115,7 @@ def test_clients_of_a_step(sizes, settings, smallest, expected):
 def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
     monkeypatch.setattr(auto, "cores", lambda: 1)
     monkeypatch.setattr(auto, "PARAMETERS", 10)
-    fit(make_client(), engine="auto")
+    fit(make_client(), engine="auto", accelerator="cpu")
     assert taken == ["Sequential"]
 
 

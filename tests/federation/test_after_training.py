@@ -139,7 +139,10 @@ def test_clients_that_never_trained_are_evaluated_with_the_initial_model_as_they
     kept = run.federation.evaluations.after
     assert len(kept) == 4 and len(trained) < 4
     for client in set(kept) - trained:
-        assert kept[client] == expected["val"][client] | expected["test"][client]
+        before = expected["val"][client] | expected["test"][client]
+        for split, metrics in kept[client].items():
+            # a GPU adds in another order for several clients than for one
+            assert metrics == pytest.approx(before[split], rel=1e-6)
 
 
 def test_without_validation_the_last_round_is_of_all_clients_too():
@@ -209,6 +212,7 @@ def test_a_checkpoint_is_evaluated_without_a_change_of_the_federation(tmp_path):
     round = checkpoint["federation"]["round"]
     federation = run.federation
     before, evaluations = copy.deepcopy(federation.federation_state()), federation.evaluations
+    run.back_on_device()
     tested = metrics_at(federation, checkpoint)
     assert round < 4, "choose another seed: validation was best in the last round"
     assert tested == {name: run.rows[round - 1][name] for name in tested} and "test/loss" in tested

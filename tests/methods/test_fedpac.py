@@ -226,7 +226,10 @@ def test_statistics_are_those_of_the_received_body_on_the_training_samples():
             close(statistics["means"][c], row, 1e-6)
         model = make_client(net=noisy).eval()
         model.load_state_dict(update["weights"])
-        assert equal(update["prototypes"], class_means(model.net.features, part, part.y.unique().tolist(), CLASSES))
+        expected = class_means(model.net.features, part, part.y.unique().tolist(), CLASSES)
+        assert update["prototypes"].keys() == expected.keys()
+        for c, row in expected.items():
+            close(update["prototypes"][c], row, 1e-6)
 
 
 def test_a_class_without_a_global_prototype_is_drawn_to_the_client_s_own():
