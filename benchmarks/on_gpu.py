@@ -1,11 +1,12 @@
-r"""All that is to be known of a GPU, in stages of ten minutes each for a card that is at hand for 45.
+r"""Learn all about a GPU, in stages of at most ten minutes.
 
-    python benchmarks/on_gpu.py install --wheels WHEELS     # where packages can't be downloaded; before the others
-    python benchmarks/on_gpu.py tests
+    python benchmarks/on_gpu.py install --wheels WHEELS  # where packages can't be downloaded; before the others
+    python benchmarks/on_gpu.py tests --jobs 8     # every method: GPU against CPU, engine against engine
+    python benchmarks/on_gpu.py rooms --jobs 8     # the default tests, trained on the GPU
     python benchmarks/on_gpu.py speed
     python benchmarks/on_gpu.py accuracy --data.root DATA
     python benchmarks/on_gpu.py protocols --data.root DATA
-    python benchmarks/on_gpu.py all --dry_run                # what the stages do, small and on the CPU
+    python benchmarks/on_gpu.py all --dry_run      # what the stages do, small and on the CPU
 
 A stage is a list of commands, each with a limit of its own; protocols run several at a time. What a command says is in
 a file of its own in --out as soon as it says it, and stages.csv gets a row when it ends: its seconds, and how it ended.
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PFL = [sys.executable, "-m", "pfl_lightning.cli.main"]
+PYTEST = [sys.executable, "-m", "pytest"]
 PRECISIONS = ("32-true", "bf16-mixed")
 PROTOCOLS = {
     "cwfedavg": ("cifar10_dir0.1", ["local", "fedavg", "cwfedavg"]),
@@ -58,20 +60,22 @@ def commands_of(stage: str, args: argparse.Namespace) -> Iterator[Command]:
         own = ["install", "--no-index", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
         yield Command("install pfl-lightning", [sys.executable, "-m", "pip", *own], 2)
     elif stage == "tests":
-        tests = ["-m", "pytest", str(ROOT / "tests/test_gpu.py"), "-m", "", "-n", str(args.jobs), "-rs"]
-        yield Command("tests", [sys.executable, *tests], 9)
+        yield Command("tests", [*PYTEST, str(ROOT / "tests/test_gpu.py"), "-m", "", "-n", str(args.jobs), "-rs"], 9)
+    elif stage == "rooms":
+        # what the default tests see on a CPU; those of processes and ranks stay on it
+        rooms = [str(ROOT / "tests" / room) for room in (["tasks"] if args.dry_run else args.rooms)]
+        yield Command("rooms", ["env", f"ACCELERATOR={accelerator}", *PYTEST, *rooms, "-n", str(args.jobs), "-rs"], 9)
     elif stage == "speed":
-        shapes = [sys.executable, str(ROOT / "benchmarks/convolutions.py"), "--accelerator", accelerator]
-        shapes += ["--repeats", "1" if args.dry_run else "21"]
-        for precision in PRECISIONS:
-            yield Command(f"convolutions {precision}", [*shapes, "--precision", precision], 1)
         script = [sys.executable, str(ROOT / "benchmarks/rounds.py"), "--accelerator", accelerator]
-        script += ["--rounds", "1" if args.dry_run else "9", "--engines", "sequential", "vectorised"]
-        for workload in ("W5",) if args.dry_run else ("W1", "W5", "W6", "W4"):
-            for precision in PRECISIONS:
-                yield Command(
-                    f"{workload} {precision}", [*script, "--workloads", workload, "--precision", precision], 2
-                )
+        script += ["--rounds", "1" if args.dry_run else "5"]
+        # a process for each precision: on a fresh machine its imports take longer than a workload
+        workloads = ("W5",) if args.dry_run else ("W1", "W4", "U2", "W5", "W6")
+        for precision in PRECISIONS:
+            words = [*script, "--engines", "vectorised", "sequential", "--precision", precision]
+            yield Command(f"rounds {precision}", [*words, "--workloads", *workloads], 3)
+        yield Command("compiled", [*script, "--engines", "compiled", "--workloads", workloads[0]], 2)
+        shapes = [sys.executable, str(ROOT / "benchmarks/convolutions.py"), "--accelerator", accelerator]
+        yield Command("convolutions", [*shapes, "--repeats", "1" if args.dry_run else "21"], 1)
     elif stage == "accuracy":
         script = [sys.executable, str(ROOT / "benchmarks/gpu.py"), *data_of("cifar10_dir0.1", args)]
         small = ["--rounds", "3", "--clients", "5", "--seeds", "0", "--precisions", "32-true"] if args.dry_run else []
@@ -112,12 +116,14 @@ def run(command: Command, args: argparse.Namespace) -> None:
 def main() -> None:
     """Runs a stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = ["install", "tests", "speed", "accuracy", "protocols"]
+    stages = ["install", "tests", "rooms", "speed", "accuracy", "protocols"]
     parser.add_argument("stage", choices=[*stages, "all"])
     parser.add_argument("--out", type=Path, default=Path("runs/on_gpu"))
     parser.add_argument("--wheels", help="folder of packages to install from")
     parser.add_argument("--data.root", dest="root", help="where the data sets are")
     parser.add_argument("--jobs", type=int, default=4, help="tests and protocols at a time")
+    rooms = ["methods", "engines", "federation", "client", "aggregators", "tasks"]
+    parser.add_argument("--rooms", nargs="+", default=rooms, help="folders of tests that run on the GPU too")
     parser.add_argument("--dry_run", action="store_true", help="small, on the CPU and on the digits")
     args = parser.parse_args()
     args.out = args.out.resolve()
