@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import NODES, deploy, grid_of
 
 from federations import Blobs, blobs, equal, fit, make_client, noisy
-from pfl_lightning.callbacks import ChannelsLast
+from pfl_lightning.callbacks import ChannelsLast, MatmulPrecision
 from pfl_lightning.flower.link import VERSION, Link, Quorum
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
@@ -247,6 +247,7 @@ class Lone(Blobs):
         ({"data": partial(blobs, data=Lone), "aggregator": FedLAW()}, "data=Lone: clients are at sites that keep"),
         ({"data": partial(blobs, new_clients=1)}, "data.new_clients=1: whoever has a site takes part"),
         ({"callbacks": [ChannelsLast()]}, "trainer.callbacks=ChannelsLast acts on the server's own nets"),
+        ({"callbacks": [MatmulPrecision()]}, "trainer.callbacks=MatmulPrecision acts on the server's own nets"),
         ({"aggregator": FedLAW(), "data": partial(blobs, data=Lone), "max_rounds": 1}, "data.server_fraction"),
     ],
 )

@@ -1,9 +1,10 @@
 """The final table."""
 
 import math
+from importlib.metadata import version
 from pathlib import Path
 
-from pfl_lightning.runs.report import summary_table
+from pfl_lightning.runs.report import installed, summary_table
 
 SUMMARY = {
     "method": "FedAvg",
@@ -85,3 +86,7 @@ def test_other_metrics_are_numbers_and_have_their_lines():
     assert "0.9 (client 1), 0.5 (client 2)" in text
     assert "test r2_pooled, last round" in names
     assert "test mae_worst, last round" not in names
+
+
+def test_a_package_that_is_on_the_path_alone_has_no_version():
+    assert installed("torch") == version("torch") and installed("no-such-package") == "not installed"

@@ -28,6 +28,7 @@ from pfl_lightning.callbacks.drift_pictures import DriftPictures
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.generation_samples import GenerationSamples
+from pfl_lightning.callbacks.matmul_precision import MatmulPrecision
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
 from pfl_lightning.callbacks.progress import RoundProgress
 from pfl_lightning.callbacks.round_logger import RoundLogger
@@ -61,6 +62,7 @@ __all__ = [
     "GenerationSamples",
     "LabelFlip",
     "LastCheckpoint",
+    "MatmulPrecision",
     "MembershipAudit",
     "MinMax",
     "MinSum",

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.callbacks import ChannelsLast, FederatedCallback
+from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
@@ -386,13 +386,14 @@ def summing_of(federation: Federation) -> Summing | None:
 
 
 def refuse_what_acts_here_alone(trainer: FederatedTrainer) -> None:
-    """Refuse settings without an effect on clients at sites: several devices, and `ChannelsLast`."""
+    """Refuse settings without an effect on clients at sites: several devices, `ChannelsLast` and `MatmulPrecision`."""
     if trainer.world_size > 1:
         raise MisconfigurationException(
             f"trainer.devices={trainer.world_size}: clients train at their sites; take 1 for the server."
         )
-    if any(isinstance(callback, ChannelsLast) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        raise MisconfigurationException(
-            "trainer.callbacks=ChannelsLast acts on the server's own nets, and clients train at their sites; leave it "
-            "out."
-        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (ChannelsLast, MatmulPrecision)):
+            raise MisconfigurationException(
+                f"trainer.callbacks={type(callback).__name__} acts on the server's own nets, and clients train at "
+                "their sites; leave it out."
+            )

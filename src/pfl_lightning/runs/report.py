@@ -8,13 +8,12 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from pfl_lightning import __version__
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.runs.tables import labelled
 from pfl_lightning.runs.whole_files import replacing
@@ -121,8 +120,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 # cached: a search through all installed packages takes as long as a small round
-installed = cache(version)
-"""The version of an installed package."""
+@cache
+def installed(package: str) -> str:
+    """Return the version of an installed package; ``not installed`` for a source folder on the path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -131,13 +135,12 @@ def environment(device: torch.device) -> dict[str, Any]:
     Args:
         device: device of the training.
     """
-    # by its own word: used from its source folder it is on the path, and no installed package
-    versions = {"python": platform.python_version(), "pfl-lightning": __version__}
+    packages = ("pfl-lightning", "torch", "lightning", "torchmetrics", "numpy")
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"{device.type} ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "versions": versions | {name: installed(name) for name in ("torch", "lightning", "torchmetrics", "numpy")},
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in packages}},
     }
 
 
