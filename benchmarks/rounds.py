@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import ChannelsLast, FederatedCallback
+from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner
 from pfl_lightning.engines import ENGINES
 from pfl_lightning.engines.processes import cores
@@ -246,7 +246,11 @@ def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[s
         clients_per_round=workload.cohort or workload.clients,
         engine="vectorised" if engine == COMPILED else engine,
         compile=engine == COMPILED,
-        callbacks=[turns, *([ChannelsLast()] if args.channels_last else [])],
+        callbacks=[
+            turns,
+            *([ChannelsLast()] if args.channels_last else []),
+            *([MatmulPrecision(args.matmul)] if args.matmul else []),
+        ],
         accelerator=args.accelerator,
         precision=args.precision,
         limit_val_batches=0,
@@ -340,6 +344,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cpu", choices=["cpu", "gpu"])
     parser.add_argument("--precision", default="32-true", help="of the federation; the plain loop stays in float32")
     parser.add_argument("--channels_last", action="store_true", help="in the federation, not in the plain loop")
+    parser.add_argument("--matmul", help="of MatmulPrecision in the federation, such as high, for TF32 on a GPU")
     parser.add_argument("--cpu", action="store_true", help="seconds of the process in place of the clock's")
     parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
     parser.add_argument("--evaluation", action="store_true", help="seconds of evaluation against those of the round")
