@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pfl_lightning.data.batches import LastBatch
 from pfl_lightning.data.input_drift import InputDrift
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.trees import Tree, cell, first_not_finite, leaves_of
 from pfl_lightning.messages import tensors
 from pfl_lightning.tasks import NextToken, Task

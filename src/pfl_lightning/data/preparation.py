@@ -26,9 +26,8 @@ from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.client_splits import cut_of
 from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
 from pfl_lightning.data.division import Division, Pool, divide
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Partitioner
-from pfl_lightning.data.samples import Samples
+from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.data.trees import Tree, mapped, narrowed, read, take, with_leaves
 from pfl_lightning.tasks import Task

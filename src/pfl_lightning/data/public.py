@@ -8,9 +8,8 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import check_pool, check_strata, rows_of_test_half
 from pfl_lightning.data.division import Division
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preparation import as_loaded
-from pfl_lightning.data.samples import Samples
+from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.splits import stratified_rows
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.tasks import Task
