@@ -35,11 +35,14 @@ def plot_class_heatmaps(
     grid = figure.subplots(-(-len(values) // width), width, squeeze=False)
     # a difference needs a scale of both signs, on which counts and shares would lose half of the colours
     signed = {title for title, matrix in values.items() if np.nanmin(matrix, initial=0) < 0}
-    low, high = _range([matrix for title, matrix in values.items() if title not in signed])
+    # from 0: on a scale that starts at the smallest value, small differences between rows would look large
+    high = max(
+        (float(np.nanmax(matrix, initial=0)) for title, matrix in values.items() if title not in signed), default=0.0
+    )
     shared = []
     for axes, (title, matrix) in zip(grid.flat, values.items(), strict=False):
         reach = np.nanmax(np.abs(matrix), initial=0)
-        scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach} if title in signed else {"vmin": low, "vmax": high}
+        scale = {"cmap": "RdBu_r", "vmin": -reach, "vmax": reach} if title in signed else {"vmin": 0.0, "vmax": high}
         image = _heatmap(axes, matrix, **{"cmap": "viridis", **scale})
         axes.set(title=title, xlabel=columns, ylabel=rows)
         if title in signed:
@@ -78,12 +81,6 @@ def _size(values: Mapping[str, Any]) -> tuple[float, float]:
     across = min(len(values), PANELS_A_ROW)
     down = -(-len(values) // across)
     return 1.2 + across * float(np.clip(1 + 0.2 * wide, 2.6, 6)), down * float(np.clip(1.2 + 0.14 * tall, 2.8, 6))
-
-
-def _range(matrices: list[Any]) -> tuple[float, float]:
-    """Return 0 and the largest value."""
-    # from 0: on a scale that starts at the smallest value, small differences between rows would look large
-    return 0.0, max((float(np.nanmax(matrix, initial=0)) for matrix in matrices), default=0.0)
 
 
 NAMED_CLASSES = 4
