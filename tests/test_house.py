@@ -71,6 +71,9 @@ def imports(nodes: list[ast.AST]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pfl_lightning"):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
+                # a constant of the root, which imports no room before one of its names is asked for
+                if whole == "pfl_lightning.__version__":
+                    continue
                 if node.module == WINDOW and alias.name in SERVERS:
                     yield f"pfl_lightning.methods.{SERVERS[alias.name]}"
                 yield whole if whole in MODULES else str(node.module)

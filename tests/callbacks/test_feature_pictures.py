@@ -26,8 +26,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning.callbacks import feature_pictures as module
-from pfl_lightning.callbacks.feature_pictures import FeaturePictures, Seen, common_samples, embed
-from pfl_lightning.callbacks.layer_conductance import layer_conductance
+from pfl_lightning.callbacks.feature_pictures import FeaturePictures, Seen, common_samples, embed, layer_conductance
 from pfl_lightning.client import Phase
 from pfl_lightning.data import Samples
 from pfl_lightning.methods import Local

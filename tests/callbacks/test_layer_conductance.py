@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from pfl_lightning.callbacks.layer_conductance import layer_conductance
+from pfl_lightning.callbacks.feature_pictures import layer_conductance
 from pfl_lightning.methods import FedProto
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import MLP, AlexNetFeatures, Net, ResNet18Features

@@ -9,13 +9,12 @@ import pytest
 import yaml
 
 from command import QUICKSTART
-from pfl_lightning.cli import argv, options
+from pfl_lightning.cli import argv, refusals
 from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.commands import TRAINER
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.cli.load_config import new_parser
-from pfl_lightning.cli.options import options_of
-from pfl_lightning.cli.refusals import refuse_at_sight
+from pfl_lightning.cli.refusals import options_of, refuse_at_sight
 from pfl_lightning.cli.trainer_commands import PflCLI
 from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.internals.of_jsonargparse import commands_of
@@ -174,10 +173,10 @@ def test_options_that_cannot_be_read_are_left_to_the_parser(source, monkeypatch)
             raise LookupError("lightning")
         return source
 
-    monkeypatch.setattr(options, "lightning_source", read)
-    options.options_of.cache_clear()
+    monkeypatch.setattr(refusals, "lightning_source", read)
+    options_of.cache_clear()
     refuse_at_sight(line)
-    options.options_of.cache_clear()
+    options_of.cache_clear()
 
 
 @pytest.mark.parametrize("way", ["-c {}", "-c{}", "-c={}", "--config {}", "--config={}"])

@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from federations import blobs, make_client
-from pfl_lightning.contract.task import check_task
+from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import TensorData
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import CNN, MLP, FastText, Net

@@ -3,7 +3,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import AGNewsLetters
-from pfl_lightning.data.ag_news_letters import LETTERS, TOPICS
+from pfl_lightning.data.ag_news import LETTERS, TOPICS
 from pfl_lightning.tasks import NextToken
 
 

@@ -6,8 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_natural import OWNERS, SPLITS, Owned, numbers, ready, rows_of
 
-from pfl_lightning.data.client_splits import given_split, stratified_split, time_split
-from pfl_lightning.data.splits import generators, split_client, split_clients
+from pfl_lightning.data.splits import generators, given_split, split_client, split_clients, stratified_split, time_split
 from pfl_lightning.tasks import Classification
 
 ROWS = torch.arange(40) * 2

@@ -7,8 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.data.emnist import EMNIST
-from pfl_lightning.data.fashion_mnist import FashionMNIST
+from pfl_lightning.data.mnist import EMNIST, FashionMNIST
 from pfl_lightning.data.partitioners import IID, DominantLabels
 from tiny_datasets import write, write_emnist, write_idx
 

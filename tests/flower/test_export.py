@@ -17,7 +17,7 @@ from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.methods import FedBABU, FedFomo, FedPer, FedProto
 from pfl_lightning.nets import MLP
-from pfl_lightning.runs.site_models import models_in
+from pfl_lightning.runs.checkpoint_io import models_in
 
 X = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(0))
 

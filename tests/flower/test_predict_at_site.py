@@ -20,7 +20,7 @@ from federations import equal, read_csv
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.flower import apps
 from pfl_lightning.methods import FedPer
-from pfl_lightning.runs.site_models import models_in
+from pfl_lightning.runs.checkpoint_io import models_in
 
 NAMES = ["Bremen", "Jena", "Ulm"]
 SITES = {1: ["Ulm", "Bremen"], 2: ["Jena"]}

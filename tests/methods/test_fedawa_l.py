@@ -14,7 +14,7 @@ from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.nets import Net
-from pfl_lightning.nets.cifar_resnet import CifarResNet
+from pfl_lightning.nets.resnet import CifarResNet
 
 K = 5
 LINEAR, NORM, HEAD = "net.features.0", "net.features.1", "net.classifier"

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
+from pfl_lightning.privacy.noise import clipped, next_clip, noise_beside_counts
 
 DRAWN = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 ODD = {

@@ -84,6 +84,14 @@ def test_a_task_survives_as_plain_values(task):
     assert made(plain(task)) == task
 
 
+@pytest.mark.parametrize(
+    ("file", "task"), [("poisson", Poisson(2)), ("quantile", Quantile(1)), ("multi_label", MultiLabel(4))]
+)
+def test_a_task_of_an_earlier_version_s_checkpoint_is_found(file, task):
+    earlier = f"pfl_lightning.tasks.{file}.{type(task).__name__}"
+    assert made(plain(task) | {"class_path": earlier}) == task
+
+
 class Counts(Regression):
     """A task of a user."""
 

@@ -30,13 +30,10 @@ from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.generation_samples import GenerationSamples
 from pfl_lightning.callbacks.matmul_precision import MatmulPrecision
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
-from pfl_lightning.callbacks.progress import RoundProgress
+from pfl_lightning.callbacks.progress import RoundProgress, RunBanner, RunBar
 from pfl_lightning.callbacks.round_logger import RoundLogger
-from pfl_lightning.callbacks.run_banner import RunBanner
-from pfl_lightning.callbacks.run_bar import RunBar
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
-from pfl_lightning.callbacks.tensorboard_report import TensorBoardReport
-from pfl_lightning.callbacks.wandb_report import WandbReport
+from pfl_lightning.callbacks.trackers import TensorBoardReport, WandbReport
 
 __all__ = [
     "ALIE",

@@ -18,8 +18,7 @@ from pfl_lightning.cli.argv import CommandLine
 from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.refusals import refuse_at_sight
-from pfl_lightning.cli.silence import silence
-from pfl_lightning.cli.usage import UsageError, fail
+from pfl_lightning.cli.usage import UsageError, fail, silence
 from pfl_lightning.internals.light_start import import_torchmetrics
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 

@@ -20,8 +20,8 @@ from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
+from pfl_lightning.runs.checkpoint_io import models_in
 from pfl_lightning.runs.report import write_rows
-from pfl_lightning.runs.site_models import models_in
 from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
 DESCRIPTION = """\

@@ -1,23 +1,18 @@
 """Data of clients: data sets, partitioners, sources, splits and batches."""
 
-from pfl_lightning.data.ag_news import AGNews
-from pfl_lightning.data.ag_news_letters import AGNewsLetters
+from pfl_lightning.data.ag_news import AGNews, AGNewsLetters
 from pfl_lightning.data.batches import LastBatch, epoch_order
 from pfl_lightning.data.chem97 import Chem97
-from pfl_lightning.data.cifar10 import CIFAR10
-from pfl_lightning.data.cifar100 import CIFAR100
+from pfl_lightning.data.cifar import CIFAR10, CIFAR100
 from pfl_lightning.data.client_data import ClientData, gather, put_together, whole_of
 from pfl_lightning.data.datamodule import ClientLoader, FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digit_domains import DigitDomains
 from pfl_lightning.data.digits import Digits
-from pfl_lightning.data.emnist import EMNIST
-from pfl_lightning.data.fashion_mnist import FashionMNIST
 from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
 from pfl_lightning.data.input_drift import InputDrift
-from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.mnist import MNIST
+from pfl_lightning.data.mnist import EMNIST, MNIST, FashionMNIST
 from pfl_lightning.data.partitioners import (
     IID,
     Dirichlet,
@@ -29,7 +24,7 @@ from pfl_lightning.data.partitioners import (
     RoundedDirichlet,
 )
 from pfl_lightning.data.preprocessing import Column, Preprocessing
-from pfl_lightning.data.samples import CHUNK, Samples, Split
+from pfl_lightning.data.samples import CHUNK, Loaded, Samples, Split
 from pfl_lightning.data.shakespeare import Shakespeare
 from pfl_lightning.data.sources import (
     ChatData,

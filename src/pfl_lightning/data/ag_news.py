@@ -1,4 +1,4 @@
-"""The AG News data set, word by word."""
+"""The AG News data set, word by word and letter by letter."""
 
 import csv
 from pathlib import Path
@@ -10,8 +10,11 @@ from torch import Tensor
 from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import DivisionSettings, FederatedDataModule
 from pfl_lightning.data.preprocessing import FittedOn
-from pfl_lightning.data.words import encode, number_words, tokenize
+from pfl_lightning.data.samples import Loaded
+from pfl_lightning.data.sources.base import OwnedData
+from pfl_lightning.data.words import encode, letter_numbers, number_words, tokenize
 from pfl_lightning.settings import Unpack
+from pfl_lightning.tasks import NextToken
 
 HEADERS = ("label", "class index")
 """Names of the first column in files with a header line."""
@@ -133,3 +136,66 @@ def _article(path: Path, number: int, row: list[str]) -> tuple[int, str]:
             f"{path}: row {number} is not a label from 1 to 4, a title and a description; correct or remove it"
         )
     return int(row[0]) - 1, f"{row[1]} {row[2]}"
+
+
+LETTERS = "\0 abcdefghijklmnopqrstuvwxyz0123456789.,'-\"():$&"
+"""The 48 letters; the first stands for unknown letters and for padding."""
+
+TOPICS = ("world", "sports", "business", "science")
+
+
+class AGNewsLetters(OwnedData):
+    """The next letter of AG News articles, from ``root/ag_news/train.csv`` and ``test.csv``, or one of the two.
+
+    Capital letters become small ones. Each client holds one part of a topic: a topic's articles, in their order, are
+    cut into equal parts, so that all texts of a client are of one topic.
+
+    Args:
+        root: folder that contains ag_news.
+        max_length: letters per article, at least 1; padding doesn't count in losses and metrics.
+        parts: clients of each of the four topics, at least 1.
+        **kwargs: settings of `FederatedDataModule`; ``download`` has no effect.
+
+    Raises:
+        MisconfigurationException: if a value is out of range, or there is no such file.
+
+    Source: X. Zhang, J. Zhao and Y. LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS
+    2015.
+    """
+
+    def __init__(
+        self, root: str = "data", max_length: int = 100, parts: int = 5, **kwargs: Unpack[DivisionSettings]
+    ) -> None:
+        super().__init__(NextToken(len(LETTERS)), root=root, **kwargs)
+        check_integers("data.", max_length=max_length, parts=parts)
+        for name, value in {"max_length": max_length, "parts": parts}.items():
+            if value < 1:
+                raise MisconfigurationException(f"data.{name}={value} must be at least 1")
+        self.parts_of_a_topic = parts
+        self.input_shape = (max_length,)
+
+    def load(self) -> Loaded:
+        """Read the articles, those of train.csv first, and number their letters."""
+        files = [read_articles(path) for path in article_paths(self.root)]
+        articles = [article for file in files for article in file]
+        if len(files) == 2:
+            self.original_test = torch.arange(len(files[0]), len(articles))
+        # one letter more than a net reads, since the target of the last letter is the letter after it
+        length = self.input_shape[0] + 1
+        texts = [text.lower()[:length] for _, text in articles]
+        numbers = letter_numbers([text.ljust(length, LETTERS[0]) for text in texts], LETTERS)
+        targets = numbers[:, 1:].clone()
+        sizes = torch.tensor([len(text) for text in texts])
+        # padding is no letter to predict: losses and metrics leave it out
+        targets[torch.arange(1, length) >= sizes.unsqueeze(1)] = NextToken(1).ignore_index
+        return Loaded(numbers[:, :-1].contiguous(), targets, self._owners([topic for topic, _ in articles]))
+
+    def _owners(self, topics: list[int]) -> list[str]:
+        of_all = torch.tensor(topics)
+        owners = [""] * len(topics)
+        for topic, name in enumerate(TOPICS):
+            rows = (of_all == topic).nonzero().flatten()
+            for part, of_part in enumerate(rows.tensor_split(self.parts_of_a_topic)):
+                for row in of_part.tolist():
+                    owners[row] = f"{name} {part + 1}"
+        return owners

@@ -7,8 +7,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.checks import existing
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Natural, Partitioner
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedSettings
 from pfl_lightning.data.standardized_data import StandardizedData
 from pfl_lightning.settings import Unpack, check_choices

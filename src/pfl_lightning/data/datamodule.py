@@ -17,17 +17,23 @@ from torch import Tensor
 
 from pfl_lightning.data import client_names
 from pfl_lightning.data.batches import LastBatch
-from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, ClientSplit, ClientTest, check_settings, check_strata, differs
+from pfl_lightning.data.checks import (
+    NO_RANDOM,
+    SAMPLES,
+    ClientSplit,
+    ClientTest,
+    check_settings,
+    check_strata,
+    checked_rows,
+    differs,
+)
 from pfl_lightning.data.client_data import ClientData, Together, class_counts
 from pfl_lightning.data.division import Division, Pool, redivided
 from pfl_lightning.data.input_drift import InputDrift, changed
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
-from pfl_lightning.data.preparation import as_loaded, prepared
+from pfl_lightning.data.preparation import as_loaded, prepared, public_samples
 from pfl_lightning.data.preprocessing import FittedOn
-from pfl_lightning.data.public import public_samples
-from pfl_lightning.data.rows import checked_rows
-from pfl_lightning.data.samples import Parts, Samples, Split
+from pfl_lightning.data.samples import Loaded, Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map

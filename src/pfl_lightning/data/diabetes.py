@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.standardized_data import StandardizedData
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Regression

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.digits import Digits
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.mnist import MNIST
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import Unpack

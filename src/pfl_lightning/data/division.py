@@ -10,12 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.checks import ClientTest, check_partition
-from pfl_lightning.data.client_splits import Cut, check_parts
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.partitioners.base import rows_of
 from pfl_lightning.data.partitioners.natural import Natural
 from pfl_lightning.data.samples import Samples, Split
-from pfl_lightning.data.splits import draw_alike, hold_out
+from pfl_lightning.data.splits import Cut, check_parts, draw_alike, hold_out
 from pfl_lightning.data.trees import leaves_of
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.seeds import derive_seed

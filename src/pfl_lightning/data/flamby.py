@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from pfl_lightning.data.checks import existing
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import FittedOn, known_moments, trained_on
-from pfl_lightning.data.samples import Samples
+from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import Classification, Survival

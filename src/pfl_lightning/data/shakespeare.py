@@ -6,8 +6,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.checks import check_integers, existing
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.partitioners import Natural, Partitioner
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, OwnedSettings
 from pfl_lightning.data.words import letter_numbers
 from pfl_lightning.settings import Unpack

@@ -130,8 +130,10 @@ class Evaluations:
                 self._add(client, received.get(client, {}))
             if when != "before":
                 kept = self.after[client] if client in self.after else received.get(client, {})
-                own = {name: values for name, values in kept.items() if split_of(name) in splits}
-                self._add(client, {self.options.after_name(name): values for name, values in own.items()})
+                # beside metrics from before local training, these have names of their own
+                ending = "" if when == "after" else "_after"
+                own = {f"{name}{ending}": values for name, values in kept.items() if split_of(name) in splits}
+                self._add(client, own)
 
     def _add(self, client: int, metrics: Metrics) -> None:
         """Add a client's metrics to `results`."""

@@ -37,12 +37,13 @@ from pfl_lightning.contract.pairing import (
     check_finite,
     check_pair,
     check_pools,
+    check_requirements,
     check_schedule,
     check_split,
+    check_task,
     check_tells,
     check_tied,
 )
-from pfl_lightning.contract.task import check_requirements, check_task
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential

@@ -339,10 +339,6 @@ class FederationOptions:
         own = self.client_states == "rank"
         return [Sharded(engine, trainer.global_rank, ranks, own, sums if own else None) for engine in engines]
 
-    def after_name(self, split: str) -> str:
-        """Return the column prefix for evaluations after local training of splits such as ``val``."""
-        return split if self.evaluate == "after" else f"{split}_after"
-
     @property
     def splits_after(self) -> tuple[Split, ...]:
         """The splits to evaluate a client's model on after training: both, as metrics are kept for later rounds."""

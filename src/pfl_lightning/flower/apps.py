@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.load_config import Configured, configured
-from pfl_lightning.cli.silence import silence
+from pfl_lightning.cli.usage import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import Worker, app_of

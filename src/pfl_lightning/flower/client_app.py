@@ -20,7 +20,7 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
-from pfl_lightning.contract.task import check_task
+from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed

@@ -16,8 +16,7 @@ from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.prediction import kept_model
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions, written
-from pfl_lightning.runs.checkpoint_io import compare_checksums, save
-from pfl_lightning.runs.site_models import BEST, MODEL
+from pfl_lightning.runs.checkpoint_io import BEST, MODEL, compare_checksums, save
 
 CONFIG = "config.yaml"
 """The site's configuration, in the folder of all states."""

@@ -6,21 +6,17 @@ from pfl_lightning.nets.any_module import cut_net
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
 from pfl_lightning.nets.causal_lm import CausalLM
 from pfl_lightning.nets.char_gru import CharGRU
-from pfl_lightning.nets.cifar_resnet import CifarResNet
-from pfl_lightning.nets.cnn import CNN
+from pfl_lightning.nets.cnn import CNN, LeakyCNN, LeNet5, SmallCNN
 from pfl_lightning.nets.densenet import DenseNet
 from pfl_lightning.nets.fasttext import FastText
-from pfl_lightning.nets.leaky_cnn import LeakyCNN
-from pfl_lightning.nets.lenet import LeNet5
 from pfl_lightning.nets.mlp import MLP
-from pfl_lightning.nets.resnet import ResNet18
+from pfl_lightning.nets.resnet import CifarResNet, ResNet18
 from pfl_lightning.nets.shared_features import (
     AlexNetFeatures,
     GoogLeNetFeatures,
     ResNet18Features,
     ShuffleNetV2Features,
 )
-from pfl_lightning.nets.small_cnn import SmallCNN
 from pfl_lightning.nets.transformer import Transformer
 from pfl_lightning.nets.vit import ViT
 

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from pfl_lightning.nets.base import Head, Net, cut
-from pfl_lightning.nets.images import check_images
+from pfl_lightning.nets.base import Head, Net, check_images, cut
 
 
 class AlexNet(Net):

@@ -6,8 +6,7 @@ from typing import Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from pfl_lightning.nets.base import Net
-from pfl_lightning.nets.images import check_images
+from pfl_lightning.nets.base import Net, check_images
 
 BLOCKS = {121: (6, 12, 24, 16), 169: (6, 12, 32, 32), 201: (6, 12, 48, 32)}
 """Numbers of layers of the four dense blocks, by depth."""

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from pfl_lightning.nets.base import Net
-from pfl_lightning.nets.images import check_images
+from pfl_lightning.nets.base import Net, check_images
 from pfl_lightning.nets.resnet import ResNet18
 
 FEATURES = 512

@@ -3,8 +3,7 @@
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from pfl_lightning.nets.base import Net
-from pfl_lightning.nets.images import check_images
+from pfl_lightning.nets.base import Net, check_images
 
 
 class ViT(Net):

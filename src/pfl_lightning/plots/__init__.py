@@ -8,8 +8,13 @@ from pfl_lightning.plots.aggregation import (
     plot_weights_against,
 )
 from pfl_lightning.plots.calibration import plot_calibration
-from pfl_lightning.plots.classes import plot_class_heatmaps, plot_mixing_matrix
-from pfl_lightning.plots.distributions import plot_distribution_scatter, plot_distribution_trace, plot_lambda_sweep
+from pfl_lightning.plots.classes import (
+    plot_class_heatmaps,
+    plot_distribution_scatter,
+    plot_distribution_trace,
+    plot_lambda_sweep,
+    plot_mixing_matrix,
+)
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
 from pfl_lightning.plots.runs import (
     plot_against_local_epochs,

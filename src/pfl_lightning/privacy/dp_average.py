@@ -13,9 +13,18 @@ from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, has_pld, noise_for, tight_epsilon
-from pfl_lightning.privacy.clipping import clipped, next_clip, noise_beside_counts
 from pfl_lightning.privacy.dp_sgd import composed
-from pfl_lightning.privacy.noise import Source, grid_of, nearest, secure_normal, seeded_normal, towards_zero
+from pfl_lightning.privacy.noise import (
+    Source,
+    clipped,
+    grid_of,
+    nearest,
+    next_clip,
+    noise_beside_counts,
+    secure_normal,
+    seeded_normal,
+    towards_zero,
+)
 from pfl_lightning.privacy.secure_sum import NoiseShare
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.selection import Sampling

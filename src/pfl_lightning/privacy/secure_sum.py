@@ -15,8 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.messages import Message, Updates
-from pfl_lightning.privacy.clipping import clipped
-from pfl_lightning.privacy.noise import secure_normal, seeded_normal
+from pfl_lightning.privacy.noise import clipped, secure_normal, seeded_normal
 from pfl_lightning.settings import check_choices
 
 OWNER = "trainer.secure_sum"

@@ -13,7 +13,7 @@ class Availability(Selection):
     """Draw ``trainer.clients_per_round`` of the clients available in the round, all equally likely.
 
     If fewer clients are available, all of them take part; if none is, the round has no client, as under
-    `pfl_lightning.selection.poisson.Poisson`.
+    `Poisson`.
 
     The table is a CSV file with a header, and one row per client: its id, and for each round the probability that the
     client is available, 0 for never and 1 for certainly. Rounds beyond the last column begin again with the first

@@ -1,10 +1,12 @@
-"""The base class of client selection, and the information available at the start of a round."""
+"""Client selection: the base class, what is known at the start of a round, and choices that ask no client."""
 
 import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Told: TypeAlias = Mapping[int, Mapping[str, float]]
 """Numbers that clients report about themselves, by id and name."""
@@ -133,3 +135,97 @@ def drawn_by_weight(draw: random.Random, clients: Sequence[int], size: int, weig
     }
     # the id decides among clients of weight 0, which are all at infinity
     return sorted(clients, key=lambda client: (rings[client], client))[:size]
+
+
+class Uniform(Selection):
+    """Draw ``trainer.clients_per_round`` clients without replacement, all equally likely.
+
+    Source: McMahan et al., 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629).
+    """
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """Return the size, the only influence on cohorts.
+
+        Args:
+            size: number of clients per round, by ``trainer.clients_per_round``.
+            num_clients: ignored.
+        """
+        return Sampling(size)
+
+    def choose(self, start: RoundStart) -> list[int]:
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
+        return start.random.sample(list(start.clients), start.size)
+
+
+class Cyclic(Selection):
+    """Take ``trainer.clients_per_round`` clients in turn, by their ids, and begin again after the last one.
+
+    With m of N clients each comes back after N / m rounds, rounded down, or later: the separation that `DPFTRL` asks
+    for. Nothing is drawn.
+    """
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """Return the size of cohorts; nothing is random, and so nothing amplified."""
+        return Sampling(size)
+
+    def choose(self, start: RoundStart) -> list[int]:
+        """Return the next clients."""
+        first = start.round * start.size
+        return [start.clients[(first + k) % len(start.clients)] for k in range(start.size)]
+
+
+class Poisson(Selection):
+    """Draw each client independently with the same probability, so that cohorts differ in size.
+
+    Analyses of client-level differential privacy call this Poisson sampling. A round may have no client: its row then
+    has ``clients`` 0 and an empty ``cohort``, the aggregator receives no updates, by default keeps its state, and the
+    run goes on. The rate alone decides the size of a round, so ``trainer.clients_per_round`` must be left out.
+
+    Args:
+        rate: probability of each client, above 0 and up to 1.
+
+    Raises:
+        MisconfigurationException: if ``rate`` is out of its range.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 < rate <= 1:
+            raise MisconfigurationException(f"trainer.cohort.rate={rate} must be above 0 and up to 1, such as 0.1.")
+        self.rate = rate
+
+    def check(self, share: float, size: int, num_clients: int) -> None:
+        """Refuse a size of rounds in addition to the rate.
+
+        Args:
+            share: ``trainer.clients_per_round`` as given.
+            size: ``trainer.clients_per_round`` as a number of clients.
+            num_clients: number of clients.
+        """
+        # 1.0 is the default and means "not set"; the integer 1 means one client
+        if share != 1.0 or isinstance(share, int):
+            raise MisconfigurationException(
+                f"trainer.clients_per_round={share} fixes the size of a round, and trainer.cohort=Poisson draws each "
+                "client by its rate; take clients_per_round=1.0, which is the default."
+            )
+
+    def sampling(self, size: int, num_clients: int) -> Sampling:
+        """Return the expected size and the rate.
+
+        Args:
+            size: ignored.
+            num_clients: number of clients.
+        """
+        return Sampling(self.rate * num_clients, self.rate)
+
+    def choose(self, start: RoundStart) -> list[int]:
+        """Return the cohort of the round.
+
+        Args:
+            start: the beginning round.
+        """
+        return [client for client in start.clients if start.random.random() < self.rate]

@@ -1,13 +1,9 @@
 """Prediction tasks: the shape of a net's outputs, the loss, the metrics, and the metric that selects the best round."""
 
-from pfl_lightning.tasks.base import Task
-from pfl_lightning.tasks.classification import Classification
-from pfl_lightning.tasks.monitor import Monitor
-from pfl_lightning.tasks.multi_label import MultiLabel
+from pfl_lightning.tasks.base import Monitor, Task
+from pfl_lightning.tasks.classification import Classification, MultiLabel
 from pfl_lightning.tasks.next_token import NextToken
-from pfl_lightning.tasks.poisson import Poisson
-from pfl_lightning.tasks.quantile import Quantile
-from pfl_lightning.tasks.regression import Regression
+from pfl_lightning.tasks.regression import Poisson, Quantile, Regression
 from pfl_lightning.tasks.segmentation import Segmentation
 from pfl_lightning.tasks.survival import Survival
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.significance import Clients, Difference, difference, interval, of_clients
-from pfl_lightning.plots.comparison import plot_by_client, plot_clients
-from pfl_lightning.plots.runs import in_words
+from pfl_lightning.plots.runs import in_words, plot_by_client, plot_clients
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex_table, markdown_table
 from pfl_lightning.tasks import Monitor

@@ -11,8 +11,7 @@ import yaml
 from pfl_lightning.cli.compare.by_client import MANY, ByClient
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.federation.resuming import flat
-from pfl_lightning.plots.comparison import plot_clients, plot_sizes
-from pfl_lightning.plots.runs import plot_mean_curves
+from pfl_lightning.plots.runs import plot_clients, plot_mean_curves, plot_sizes
 from pfl_lightning.tasks import Monitor
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from textwrap import fill
 from typing import Any
 
 from pfl_lightning.cli.compare.by_client import OTHERS, by_client, clients_stay
-from pfl_lightning.cli.compare.cost_to_target import cost_to_target, is_target
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
     LAST,
@@ -22,7 +21,9 @@ from pfl_lightning.cli.compare.results import (
     best_cells,
     columns_of,
     comparison_table,
+    cost_to_target,
     differences,
+    is_target,
     over_seeds,
     reasons,
     same_numbers,

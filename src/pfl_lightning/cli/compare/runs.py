@@ -68,7 +68,7 @@ class Run:
     def command(self) -> list[str]:
         """Arguments of ``pfl-lightning``, which resume an earlier process if any."""
         where = ["--trainer.default_root_dir", str(self.folder)]
-        if has_logger(self.arguments):
+        if any(argument.split("=")[0] == "--trainer.logger" for argument in self.arguments):
             # a logger of the user's decides itself where to write, below its save_dir
             where = ["--trainer.logger.save_dir", str(self.folder)]
             # a logger's own folder bears its version, which for Weights & Biases is the run's id
@@ -109,11 +109,6 @@ class Run:
         """Create the folder, and store the settings inside."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.kept_settings.write_text(self.settings, encoding="utf-8")
-
-
-def has_logger(arguments: Sequence[str]) -> bool:
-    """Return True if the command line names a logger."""
-    return any(argument.split("=")[0] == "--trainer.logger" for argument in arguments)
 
 
 def files(arguments: Sequence[str]) -> list[Path]:

@@ -44,15 +44,6 @@ class Difference:
     better: float
 
 
-def label_of(row: Mapping[str, str]) -> str:
-    """Return a client's name, or the id of an unnamed client.
-
-    Args:
-        row: a row of ``clients.csv``.
-    """
-    return row.get("name") or row["client"]
-
-
 def of_clients(results: Sequence[Result], split: Literal["test", "val"] = "test") -> Clients:
     """Return the values of a method's clients, except NaN.
 
@@ -67,7 +58,7 @@ def of_clients(results: Sequence[Result], split: Literal["test", "val"] = "test"
             value = float(row.get(column) or "nan")
             # a client without such samples has no value
             if not math.isnan(value):
-                found[result.run.seed, label_of(row)] = result.monitor.sign * value
+                found[result.run.seed, row.get("name") or row["client"]] = result.monitor.sign * value
     return found
 
 

@@ -1,13 +1,12 @@
 """Ways to divide a pool of samples among clients."""
 
 from pfl_lightning.data.partitioners.base import Partitioner
-from pfl_lightning.data.partitioners.dirichlet import Dirichlet
+from pfl_lightning.data.partitioners.dirichlet import Dirichlet, RoundedDirichlet
 from pfl_lightning.data.partitioners.dominant_labels import DominantLabels
 from pfl_lightning.data.partitioners.iid import IID
 from pfl_lightning.data.partitioners.natural import Natural
 from pfl_lightning.data.partitioners.pathological import Pathological
 from pfl_lightning.data.partitioners.random_classes import RandomClasses
-from pfl_lightning.data.partitioners.rounded_dirichlet import RoundedDirichlet
 
 __all__ = [
     "IID",

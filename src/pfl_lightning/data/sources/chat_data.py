@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.data.sources.columns import check_column, package
 from pfl_lightning.data.sources.hf_data import local_dataset

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from pfl_lightning.data.checks import SAMPLES, check_integers, differs
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
-from pfl_lightning.data.loaded import Loaded
-from pfl_lightning.data.samples import Samples, Split
+from pfl_lightning.data.samples import Loaded, Samples, Split
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.tensor_data import shape_of
 from pfl_lightning.data.sources.vision_data import pixels, random_transform

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.columns import package
 from pfl_lightning.data.sources.hf_data import HFData
 from pfl_lightning.settings import Unpack

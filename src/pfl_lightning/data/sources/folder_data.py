@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pfl_lightning.data.datamodule import DivisionSettings
 from pfl_lightning.data.images import SUFFIXES, checked_size, image_size, read_image
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
 from pfl_lightning.data.trees import read, with_leaves

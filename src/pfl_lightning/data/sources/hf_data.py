@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
 from pfl_lightning.settings import Unpack

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data.datamodule import DivisionSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, single, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column
 from pfl_lightning.data.words import letter_numbers

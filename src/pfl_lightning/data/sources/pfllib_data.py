@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
 from pfl_lightning.data.datamodule import DivisionSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, single, targets_of
 from pfl_lightning.data.sources.columns import check_finite_column
 from pfl_lightning.settings import Unpack

@@ -18,7 +18,6 @@ from torch import Tensor
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
-from pfl_lightning.data.loaded import Loaded
 from pfl_lightning.data.preprocessing import (
     CHUNK,
     UNBOUNDED,
@@ -36,7 +35,7 @@ from pfl_lightning.data.preprocessing import (
     standardized,
     trained_on,
 )
-from pfl_lightning.data.samples import Samples
+from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import (
     NAMELESS,

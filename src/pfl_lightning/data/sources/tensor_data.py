@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.trees import Tree, leaves_of, read, with_leaves
 from pfl_lightning.settings import Unpack

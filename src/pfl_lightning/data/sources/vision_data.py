@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from pfl_lightning.data.checks import NO_RANDOM, SAMPLES, differs
 from pfl_lightning.data.datamodule import DataSettings
-from pfl_lightning.data.loaded import Loaded
+from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.trees import as_tensor
 from pfl_lightning.settings import Unpack

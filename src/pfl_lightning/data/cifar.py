@@ -1,4 +1,4 @@
-"""The CIFAR-10 data set."""
+"""The CIFAR-10 and CIFAR-100 data sets."""
 
 from typing import Any
 
@@ -31,3 +31,22 @@ class CIFAR10(TorchvisionDataModule):
     def tensors(self, dataset: Any) -> tuple[Tensor, Tensor]:
         """Put the channels first; see `TorchvisionDataModule.tensors`."""
         return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
+
+
+class CIFAR100(CIFAR10):
+    """60,000 colour images, 3x32x32, 100 classes (the fine labels), in ``root/cifar-100-python``.
+
+    Takes the settings of `FederatedDataModule`.
+
+    Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+    """
+
+    num_classes = 100
+    folder = "cifar-100-python"
+    files = "the unpacked files of cifar-100-python.tar.gz (train, test and meta)"
+
+    def dataset(self, train: bool, download: bool) -> Any:
+        """Open ``torchvision.datasets.CIFAR100``; see `TorchvisionDataModule.dataset`."""
+        from torchvision import datasets
+
+        return datasets.CIFAR100(self.root, train=train, download=download)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from federations import Blobs, blobs, fit, make_client
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import RunBanner, RunBar, run_bar
+from pfl_lightning.callbacks import RunBanner, RunBar, progress
 from pfl_lightning.tasks import Monitor
 
 SHOWN = {"enable_progress_bar": True, "enable_model_summary": True}
@@ -68,7 +68,7 @@ def screen(written: str) -> list[str]:
 @pytest.mark.exhaustive
 def test_a_terminal_has_one_line_that_is_gone_when_the_table_comes(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(run_bar, "REDRAWN", 0.0)
+    monkeypatch.setattr(progress, "REDRAWN", 0.0)
     written = recorded(lambda: fit(make_client(), root=tmp_path, max_rounds=50, clients_per_round=3, **SHOWN))
     drawn = re.findall(r"\r(round [^\r\x1b]*)\x1b\[K", written)
     assert all(len(text) < COLUMNS for text in drawn)
@@ -93,7 +93,7 @@ def test_elsewhere_there_is_a_line_each_tenth_of_the_rounds(capsys):
 
 @pytest.mark.exhaustive
 def test_slow_rounds_are_told_of_more_often(capsys, monkeypatch):
-    monkeypatch.setattr(run_bar, "SILENT", 0.0)
+    monkeypatch.setattr(progress, "SILENT", 0.0)
     fit(make_client(), max_rounds=30, **SHOWN)
     assert capsys.readouterr().out.count("\nround ") == 30
 
@@ -107,7 +107,7 @@ def test_a_run_without_validation_says_nothing_of_it(capsys):
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(at=100.0)
-    monkeypatch.setattr(run_bar, "time", SimpleNamespace(perf_counter=lambda: now.at))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now.at))
     return now
 
 
@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path, capsys):
 
 
 def test_the_bar_makes_room_for_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(run_bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
 
     class Broken(RunBanner):
         def on_train_epoch_end(self, trainer, pl_module):
