@@ -29,9 +29,8 @@ sys.exit(3)
 def starter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # an interrupt during the import, which goes on
-    Path("shared.py").write_text(
-        "import os, signal\nPID = os.getpid()\nos.kill(PID, signal.SIGINT)\ndef first(): first.called = True\n"
-    )
+    shared = "import os, signal\nPID = os.getpid()\nos.kill(PID, signal.SIGINT)\ndef first(): first.called = True\n"
+    Path("shared.py").write_text(shared)
     Path("sometimes.py").write_text("import os\nPID = os.getpid()\n")
     Path("program.py").write_text(PROGRAM)
     with closing(Starter("program", "shared:first", ["sometimes"], {"ALL": "a"})) as starter:

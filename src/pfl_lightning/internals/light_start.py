@@ -131,7 +131,7 @@ class Undo(MetaPathFinder):
 
 
 class Compiled(type):
-    """Type of a class whose instances are the compiled modules of torch's compiler; none before the compiler's import."""
+    """Type of a class whose instances are the compiled modules of torch's compiler, before its import none."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, getattr(sys.modules.get(COMPILER), "OptimizedModule", ()))
