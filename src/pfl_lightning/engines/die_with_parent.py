@@ -97,9 +97,9 @@ def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
 def fork() -> int:
     """Fork this process, and return what ``os.fork`` does."""
     with warnings.catch_warnings():
-        # From 3.12 on Python warns where a process has threads, into the user's terminal. Those here are of native
-        # libraries: numpy's and scipy's OpenBLAS, which ends its own before a fork and starts others on need, and
-        # the allocator of pyarrow, an import of scikit-learn's, which prepares for forks likewise.
+        # From 3.12 on Python warns where a process has threads, into the user's terminal. The one here is of pyarrow's
+        # allocator, jemalloc, which pandas and so scikit-learn import, and which prepares for forks. The threads of
+        # numpy's OpenBLAS end by themselves before a fork, and start again on need.
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         return os.fork()
 
