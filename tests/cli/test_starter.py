@@ -72,7 +72,7 @@ def test_a_fork_has_its_arguments_variables_output_and_exit_code(starter):
     assert "ALL" not in os.environ
 
 
-def test_what_one_fork_imports_the_next_one_has(starter, capfd):
+def test_what_one_fork_imports_the_next_one_has(capfd, starter):
     # the exit code says who has imported: the fork itself, then the process that forks
     assert [ended(starter.start(["needs"], Path("out.txt"), {})) for _ in range(3)] == [0, 1, 1]
     assert "multi-threaded" not in capfd.readouterr().err
