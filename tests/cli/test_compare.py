@@ -79,7 +79,7 @@ def stand_in(tmp_path, monkeypatch):
     """Puts the stand-in in fit's place; gives a function that says what it does."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(runs, "PROGRAM", "stand_in")
-    monkeypatch.setattr(runs, "IMPORTS", "json")
+    monkeypatch.setattr(runs, "WHOLE", "json")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     # that parser takes half a second for each line; tests of what it refuses ask it
     for name in ("command", "tuning"):

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,12 +26,20 @@ OWN = {
     "fit --config methods/fedawa --config protocols/digits_iid --model.optimizer.lr 0.1": [],
     "fit --model mine.Confident --data pfl_lightning.data.Digits": ["mine.Confident"],
     "fit '--trainer.callbacks+={class_path: mine.Own, init_args: {a: torch.nn.ReLU}}'": ["mine.Own"],
+    "compare --methods local fedavg+flamby/fine_tuned_16 --table personal_heart --data.alpha 0.1 --out a/b.c": [],
+    "compare --methods local mine.Confident": ["mine.Confident"],
+    "advise --methods mine.Confident local": ["mine.Confident"],
+    "compare --methods local fedavg+own/file --table=own/file.yaml": ["own/file", "own/file.yaml"],
+    "compare --configs own --methods local": ["--configs"],
+    "predict --data.path own/file.yaml": [],
 }
 """Command lines, and the classes of other packages that they name."""
 
 
 @pytest.mark.parametrize("line", OWN)
 def test_classes_of_others_are_seen(line):
+    Path("own").mkdir()
+    Path("own", "file.yaml").touch()
     # for these, torchmetrics is imported with all that it finds
     assert CommandLine(shlex.split(line)).foreign == OWN[line]
 

@@ -12,6 +12,10 @@ from pfl_lightning.cli.compare.starter import Forked, Starter
 
 PROGRAM = """
 import os, shared, signal, sys
+if sys.argv[1] == "needs":
+    import sometimes
+    sys.exit(sometimes.PID != os.getpid())
+assert shared.first.called and "sometimes" not in sys.modules
 print(*sys.argv[1:], os.environ["ALL"], os.environ["ONE"], shared.PID, os.getppid())
 print("an error", file=sys.stderr)
 if sys.argv[1] == "kill":
@@ -20,14 +24,32 @@ if sys.argv[1] == "kill":
 sys.exit(3)
 """
 
+SHARED = """
+import os, signal, sys, warnings
+PID = os.getpid()
+# an interrupt during the import, which goes on
+os.kill(PID, signal.SIGINT)
+forked = os.fork
+
+def fork():
+    # Python's own from 3.12 on, where a library has a thread
+    warnings.warn("This process is multi-threaded, use of fork() may deadlock", DeprecationWarning, stacklevel=2)
+    return forked()
+
+def first():
+    first.called = True
+    os.fork = fork
+    sys.stderr = open("terminal.txt", "w", buffering=1)
+"""
+
 
 @pytest.fixture
 def starter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # an interrupt during the import, which goes on
-    Path("shared.py").write_text("import os, signal\nPID = os.getpid()\nos.kill(PID, signal.SIGINT)\n")
+    Path("shared.py").write_text(SHARED)
+    Path("sometimes.py").write_text("import os\nPID = os.getpid()\n")
     Path("program.py").write_text(PROGRAM)
-    with closing(Starter("program", "shared", {"ALL": "a"})) as starter:
+    with closing(Starter("program", "shared:first", ["sometimes"], {"ALL": "a"})) as starter:
         yield starter
 
 
@@ -49,6 +71,12 @@ def test_a_fork_has_its_arguments_variables_output_and_exit_code(starter):
         # the import was the parent's
         assert imported_by == parent
     assert "ALL" not in os.environ
+
+
+def test_what_one_fork_imports_the_next_one_has(starter):
+    # the exit code says who has imported: the fork itself, then the process that forks
+    assert [ended(starter.start(["needs"], Path("out.txt"), {})) for _ in range(3)] == [0, 1, 1]
+    assert Path("terminal.txt").read_text() == ""
 
 
 def test_forks_end_with_what_started_them(starter):

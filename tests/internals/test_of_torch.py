@@ -172,3 +172,13 @@ def test_settings_of_the_compiler_hold_inside_a_context():
         with names.inductor_settings({"triton.cudagraphs": False}):
             assert config.triton.cudagraphs is False
         assert config.triton.cudagraphs is True
+
+
+def test_a_backward_pass():
+    x, other = torch.arange(3.0, requires_grad=True), torch.ones(1, requires_grad=True)
+    factors = torch.tensor([1.0, 10.0, 100.0])
+    found = names.run_backward(
+        (x**2,), (factors,), False, False, (x, other), allow_unreachable=True, accumulate_grad=False
+    )
+    assert torch.equal(found[0], 2 * x.detach() * factors) and found[1] is None
+    assert x.grad is None

@@ -22,6 +22,8 @@ CONFIG = ("--config", "-c")
 MEAN = "--aggregator.mean"
 FOREIGN = re.compile(r"(?<![\w./])(?!(?:pfl_lightning|lightning|torch)\.)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 """Dotted names of other packages than this one, Lightning and torch."""
+METHODS = ("--methods", "--table")
+"""Options of a comparison that name methods, or a table of methods."""
 PAIR = ("local_epochs", "local_steps")
 """The two settings of the Trainer that exclude each other."""
 
@@ -99,11 +101,21 @@ class CommandLine:
     def foreign(self) -> list[str]:
         """Names of classes and functions of other packages than this one, Lightning and torch, also in configurations.
 
+        A comparison's files of methods aren't read: each of the user's own counts as such a name.
+
         >>> CommandLine(["fit", "--model", "mine.Confident", "--data", "pfl_lightning.data.Digits"]).foreign
         ['mine.Confident']
         """
         given = [argument.settings or argument.value for argument in self.arguments]
-        return [name for text in texts_in(given) for name in FOREIGN.findall(text)]
+        own: list[str] = []
+        if self.command in ("advise", "compare"):
+            # behind --methods, all words but the first are arguments of their own
+            bare = [argument.name for argument in self.arguments if not argument.name.startswith("-")]
+            named = [argument.value or "" for argument in self.arguments if argument.name in METHODS]
+            own = [part for word in bare + named for part in word.split("+") if is_own(part)]
+            own += [argument.name for argument in self.arguments if argument.name == "--configs"]
+            given += bare
+        return own + [name for text in texts_in(given) for name in FOREIGN.findall(text)]
 
     def completed(self, own_server: Callable[[str], str]) -> list[str]:
         """Return the words for the parser, which takes paths of configurations and classes by name alone.
@@ -137,6 +149,11 @@ class CommandLine:
                 (other,) = set(PAIR) - set(argument.budget)
                 result += [f"--trainer.{other}", "null"]
         return result
+
+
+def is_own(name: str) -> bool:
+    """Return True for the name of a file of the user's, with or without ``.yaml``."""
+    return os.path.isfile(name) or os.path.isfile(f"{name}.yaml")
 
 
 def texts_in(record: Any) -> Iterator[str]:

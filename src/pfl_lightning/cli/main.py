@@ -19,7 +19,7 @@ from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail, silence
-from pfl_lightning.internals.light_start import import_torchmetrics
+from pfl_lightning.internals.light_start import import_lightning, uncollected
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 MODULES = {
@@ -33,6 +33,10 @@ MODULES = {
     "status": "pfl_lightning.cli.status",
 }
 """The module whose ``main(args)`` runs a command of `OTHERS`, imported on demand."""
+LIGHT = {"configs", "flower", "methods", "status"}
+"""Commands without Lightning, or with a quick start of their own."""
+OF_RUNS = {"adapters", "predict"}
+"""Commands whose classes are named in files of earlier runs, maybe classes of other packages."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -61,10 +65,10 @@ def main(args: list[str] | None = None) -> None:
             refuse_at_sight(line)
             other = line.command in OTHERS
             # A signal ends the process at once here: an exception within an import would surface as another error.
-            with ending_at_once(partial(tell, words)):
-                # Metrics of a user's own module may need what this leaves out of torchmetrics.
-                if not other and not line.foreign:
-                    import_torchmetrics()
+            with ending_at_once(partial(tell, words)), uncollected(freeze=args is None):
+                if line.command not in LIGHT:
+                    # Metrics of a user's own module may need what is left out of torchmetrics.
+                    import_lightning(whole_metrics=line.command in OF_RUNS or bool(line.foreign))
                 command = import_module(MODULES[line.command] if other else "pfl_lightning.cli.trainer_commands")
             if other:
                 sys.exit(command.main(words[1:]))
@@ -88,6 +92,13 @@ def main(args: list[str] | None = None) -> None:
         if reason := import_module("pfl_lightning.cli.errors").mistake(error):
             fail(reason)
         raise
+
+
+def import_trainer_commands() -> None:
+    """Import all that a run needs whose line names no class of another package; `compare` forks runs from here."""
+    with uncollected(freeze=False):
+        import_lightning()
+        import_module("pfl_lightning.cli.trainer_commands")
 
 
 def tell(words: list[str], stop: Stopped) -> None:

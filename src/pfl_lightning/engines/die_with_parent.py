@@ -1,21 +1,25 @@
 """Kill worker processes when the parent process ends.
 
 As a program, ``python die_with_parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with
-process PARENT. ``python die_with_parent.py PARENT --forks DESCRIPTOR IMPORTED MODULE`` imports a module once, and forks
-a process that runs MODULE for each message of a connection.
+process PARENT. ``python die_with_parent.py PARENT --forks DESCRIPTOR FIRST LATER MODULE`` imports the
+module FIRST once, or calls ``FIRST`` as ``module:function``, and forks a process that runs MODULE for each message of a
+connection. Modules of LATER, with commas between, are imported once a fork has imported them.
 
 This file imports nothing of its package, because that import takes seconds, in which the parent may end.
 """
 
+import atexit
 import ctypes
 import gc
+import mmap
 import os
 import runpy
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -52,23 +56,31 @@ def watch(parent: int) -> None:
     os._exit(1)
 
 
-def serve(connection: Connection) -> list[str] | None:
+def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
     """Fork a process for each message, and report each end, until the other side closes.
 
     Args:
         connection: to the process that orders forks, which sends arguments, a file for the output and variables.
+        later: modules to import before the next fork once a fork has imported them, as the next may need them too.
 
     Returns:
         In a fork the arguments of its program; in this process None, at the end.
     """
     own, running = os.getpid(), set[int]()
+    # a byte for each module, in memory shared with the forks
+    imported = mmap.mmap(-1, len(later) + 1)
     with suppress(EOFError, ConnectionError):
         while True:
             if connection.poll(FORKS_PAUSE):
                 arguments, output, environment = connection.recv()
-                pid = os.fork()
+                for place, name in enumerate(later):
+                    if imported[place] and name not in sys.modules:
+                        import_module(name)
+                        gc.freeze()
+                pid = fork()
                 if pid == 0:
                     become(output, environment, own)
+                    atexit.register(note, imported, later)
                     connection.close()
                     return list(arguments)
                 running.add(pid)
@@ -80,6 +92,27 @@ def serve(connection: Connection) -> list[str] | None:
                 running.discard(pid)
                 connection.send(("ended", pid, os.waitstatus_to_exitcode(status)))
     return None
+
+
+def fork() -> int:
+    """Fork this process, and return what ``os.fork`` does."""
+    with warnings.catch_warnings():
+        # From 3.12 on Python warns where a process has threads, into the user's terminal. The one here is of pyarrow's
+        # allocator, jemalloc, which pandas and so scikit-learn import, and which prepares for forks. The threads of
+        # numpy's OpenBLAS end by themselves before a fork, and start again on need.
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        return os.fork()
+
+
+def note(imported: mmap.mmap, names: Sequence[str]) -> None:
+    """Note the modules that this process has imported.
+
+    Args:
+        imported: a byte for each module.
+        names: the modules.
+    """
+    for place, name in enumerate(names):
+        imported[place] |= name in sys.modules
 
 
 def become(output: str, environment: Mapping[str, str], parent: int) -> None:
@@ -105,13 +138,16 @@ if __name__ == "__main__":
         # `python -m` puts the working directory first, not the folder of this file.
         sys.path[0] = os.getcwd()
     if sys.argv[1] == "--forks":
-        descriptor, imported, program = sys.argv[2:]
+        descriptor, first, later, program = sys.argv[2:]
         # An interrupt of the terminal reaches the forks themselves; this process ends with the other side.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        import_module(imported)
+        module, _, function = first.partition(":")
+        found = import_module(module)
+        if function:
+            getattr(found, function)()
         # What is imported stays: no fork need look through it for garbage, and so copy its memory.
         gc.freeze()
-        arguments = serve(Connection(int(descriptor)))
+        arguments = serve(Connection(int(descriptor)), later.split(","))
         if arguments is None:
             sys.exit()
         sys.argv[1:] = [program, *arguments]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch._functorch import pyfunctorch
 from torch._functorch import vmap as functorch_vmap
+from torch.autograd import graph
 from torch.nn.modules import batchnorm
 
 BatchNorm = batchnorm._BatchNorm
@@ -38,6 +39,13 @@ level_of = _functorch.maybe_get_level
 """Return the level of a row."""
 outside_vmap = pyfunctorch.temporarily_clear_interpreter_stack
 """Leave all levels of ``vmap`` and ``grad`` inside this context, so that autograd sees the stacks."""
+
+# `torch.autograd.grad` with factors of its outputs compares their shapes by torch's symbolic mathematics, which takes a
+# third of a second to import, and at each call as long as a small net's layer.
+run_backward = graph._engine_run_backward
+"""Run a backward pass: the outputs, their factors, whether to keep the graph, whether to make one of the gradients, and
+the leaves; by keyword ``allow_unreachable`` and ``accumulate_grad``. Returns the leaves' gradients, or None for each
+that the outputs don't depend on."""
 
 GROWTH_TRACKER = "_growth_tracker"
 """Name of the number of good steps in the ``state_dict`` of ``torch.amp.GradScaler``."""

@@ -21,11 +21,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.compare.starter import Forked, Starter
 from pfl_lightning.engines import die_with_parent
+from pfl_lightning.internals.light_start import hidden
 from pfl_lightning.runs.folder import held
 
 PROGRAM = "pfl_lightning"
-IMPORTS = "pfl_lightning.cli.trainer_commands"
-"""A module of the program that imports all that its runs need."""
+WHOLE = "pfl_lightning.cli.trainer_commands"
+"""A module that imports what all runs need."""
+LIGHT = "pfl_lightning.cli.main:import_trainer_commands"
+"""A function that imports the same in half of the time, without optional packages of torchmetrics."""
+LATER = ("sklearn.model_selection", "sklearn.cluster", "scipy.optimize", "pandas", "torchvision", "torch._dynamo")
+"""Modules that some runs need, and that take long to import."""
 QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false")
 GRACE = 5.0
 """Seconds for a run to end by itself before it is killed; the last checkpoint exists in any case."""
@@ -165,7 +170,9 @@ def new_starter(environment: Mapping[str, str]) -> Starter | None:
     Args:
         environment: variables of the process and of all runs, in addition to this process's.
     """
-    return Starter(PROGRAM, IMPORTS, environment) if sys.platform == "linux" else None
+    # this process has left out optional packages if the command line names no class that may need any
+    first = LIGHT if hidden else WHOLE
+    return Starter(PROGRAM, first, LATER, environment) if sys.platform == "linux" else None
 
 
 def run_all(

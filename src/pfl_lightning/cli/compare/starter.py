@@ -22,17 +22,18 @@ class Starter:
 
     Args:
         program: the module that each fork runs.
-        imports: a module to import before the first fork.
+        first: a module to import before the first fork, or a function to call for its imports, as ``module:function``.
+        later: modules that forks may need; one is imported before the next fork once a fork has needed it.
         environment: variables of the process and of all forks, in addition to this process's.
     """
 
-    def __init__(self, program: str, imports: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, program: str, first: str, later: Sequence[str], environment: Mapping[str, str]) -> None:
         self._connection, other = Pipe()
         with other:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, die_with_parent.__file__, str(os.getpid())),
-                    *("--forks", str(other.fileno()), imports, program),
+                    *("--forks", str(other.fileno()), first, ",".join(later), program),
                 ],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,

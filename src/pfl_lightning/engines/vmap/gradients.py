@@ -28,6 +28,7 @@ from pfl_lightning.internals.of_torch import (
     leave_vmap,
     load_decompositions,
     row_of,
+    run_backward,
     stack_of,
     version,
 )
@@ -561,8 +562,10 @@ class Differentiator:
             entries: the entries.
             outputs: the losses' factors.
         """
-        leaves = [entries[name] for name in self.trained]
-        gradients = torch.autograd.grad(loss, leaves, outputs, allow_unused=True)
+        leaves = tuple(entries[name] for name in self.trained)
+        gradients = run_backward(
+            (loss,), (outputs,), False, False, leaves, allow_unreachable=True, accumulate_grad=False
+        )
         return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
 
 
