@@ -342,7 +342,7 @@ def test_with_fewer_classes_than_uploads_the_class_models_alone_are_kept(monkeyp
     few = server(random_updates(clients=2), layers="all")
     assert len(few.state["sources"]) == 2
     together = starts(aggregator)
-    monkeypatch.setattr("pfl_lightning.methods.cwfedavg.TOGETHER", 1)
+    monkeypatch.setattr("pfl_lightning.methods.cwfedavg.MOST", 1)
     aggregator.state["mix"] = aggregator.state["mix"].clone()
     assert all(close(one, other) for one, other in zip(starts(aggregator), together, strict=True))
 

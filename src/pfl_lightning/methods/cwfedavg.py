@@ -12,11 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
-from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, weighted_mean, weighted_means
+from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, stacked_means, weighted_mean
 from pfl_lightning.nets import find_output_layer
 
-TOGETHER = 32 * 2**20
-"""Bytes of the clients' starts that are computed together."""
+TOGETHER, FEW, MOST = 8 * 2**20, 8, 32 * 2**20
+"""Clients' starts that are computed together: 8 MiB, or eight where those are more, up to 32 MiB. Each group reads all
+class models again; beyond 32 MiB each tensor is new memory, which takes longer than the product."""
 
 
 def row_distribution(rows: Tensor) -> Tensor:
@@ -138,13 +139,19 @@ class CwFedAvg(WeightedAverage):
             # fewer class models than uploads: N starts cost 2 N K P operations by them, and 2 N N P by the uploads
             shares = [weights[client] for client in updates]
             # the mean in the same product: one pass less over all uploads
-            *fresh, mean = weighted_means(sent, [*q.T[fed].tolist(), shares], self.names)
+            stacks = stacked_means(sent, [*q.T[fed].tolist(), shares], self.names)
+            # a copy, as a row kept or saved would keep all
+            mean = {name: stack[-1].clone() for name, stack in stacks.items()}
+            fresh = [{name: stack[j] for name, stack in stacks.items()} for j in range(int(fed.sum()))]
             others = [name for name in sent[0] if name not in mean]
             self.state["shares"] = weights
             self.move(mean | (weighted_mean(sent, shares, others) if others else {}))
             new, old = iter(fresh), iter(kept)
             self.state["sources"] = [next(new if has_mass else old) for has_mass in fed.tolist()]
             self.state["basis"] = each
+            if not kept:
+                # the class models as they are, which `_mixed` would stack again
+                self._stacked = self.state["mix"], {name: stack[:-1] for name, stack in stacks.items()}
         return {"classes_fed": float(fed.sum())}
 
     def _distribution_of(self, update: Message) -> Tensor:
@@ -213,8 +220,9 @@ class CwFedAvg(WeightedAverage):
     def _start(self, client: int) -> StateDict:
         mix = self.state["mix"]
         # neighbours together, as one product; one by one where most clients aren't in a round
-        size = num_bytes(self.state["sources"][0])
-        count = 1 if self.num_clients > 2 * mix.shape[1] else max(1, TOGETHER // max(size, 1))
+        size = max(num_bytes(self.state["sources"][0]), 1)
+        alone = self.num_clients > 2 * mix.shape[1]
+        count = 1 if alone else max(1, min(max(TOGETHER // size, FEW), MOST // size))
         first = client - client % count
         if self._starts is None or self._starts[0] is not mix or self._starts[1] != first:
             # dropped first: its memory then serves the next ones, and new memory takes longer than the product

@@ -20,10 +20,10 @@ from pfl_lightning.messages import (
     StateDict,
     Updates,
     column,
+    fill_means,
     num_bytes,
     promoted,
     weighted_mean,
-    weighted_means,
 )
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.settings import Unpack
@@ -127,7 +127,7 @@ class FedAMP(ModelPool):
                 f"aggregator.min_own={min_own} must be a weight from 0 to 1, or null for 1/n."
             )
         self.alpha, self.sigma, self.min_own = alpha, sigma, min_own
-        self._clouds: tuple[Tensor, int, list[StateDict]] | None = None
+        self._clouds: tuple[Tensor, int, StateDict] | None = None
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every client."""
@@ -185,13 +185,21 @@ class FedAMP(ModelPool):
         row = list(models).index(client)
         # a fifth of all: one by one would read all models n times, and all together need as much memory as the models
         count = max(math.ceil(len(models) / 5), TOGETHER // max(num_bytes(models[client]), 1))
+        several = count < len(models)
         first = row - row % count
         if self._clouds is None or self._clouds[0] is not xi or self._clouds[1] != first:
-            # dropped first, for its memory
+            stacks = self._clouds[2] if self._clouds is not None and several else {}
             self._clouds = None
-            shares = xi[first : first + count].tolist()
-            self._clouds = xi, first, weighted_means(list(models.values()), shares)
-        return {"weights": self._clouds[2][row - first]}
+            kinds = {name: (min(count, len(models)), *tensor.shape) for name, tensor in models[client].items()}
+            if {name: stack.shape for name, stack in stacks.items()} != kinds:
+                # dropped first, for its memory
+                stacks = {}
+                stacks = {name: tensor.new_empty(kinds[name]) for name, tensor in models[client].items()}
+            fill_means(stacks, list(models.values()), xi[first : first + count].tolist())
+            self._clouds = xi, first, stacks
+        # copies where the next ones take the memory
+        own = {name: stack[row - first] for name, stack in self._clouds[2].items()}
+        return {"weights": {name: tensor.clone() for name, tensor in own.items()} if several else own}
 
 
 def attention(squares: Tensor, alpha: float, sigma: float, min_own: float) -> Tensor:
