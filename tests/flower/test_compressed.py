@@ -44,17 +44,18 @@ def test_residuals_stay_at_sites_and_a_resumed_deployment_goes_on_with_them(tmp_
 
 @pytest.mark.parametrize("kind", [None, EightBits()])
 def test_large_updates_wait_in_files_and_change_no_bit(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "LARGE", 1)
-    monkeypatch.setattr(wire, "SMALL", 1)
+    for owner, name in ((engine, "LARGE"), (wire, "LARGE"), (wire, "SMALL")):
+        monkeypatch.setattr(owner, name, 1)
+    # smaller than most tensors, and no multiple of the size of a number
+    monkeypatch.setattr(wire, "PIECE", 101)
     stored = []
+    whole = wire.made_on_disk
 
-    whole = engine.on_disk
-
-    def on_disk(record, folder):
+    def made_on_disk(record, data, folder):
         stored.append(folder)
-        return whole(record, folder)
+        return whole(record, data, folder)
 
-    monkeypatch.setattr(engine, "on_disk", on_disk)
+    monkeypatch.setattr(wire, "made_on_disk", made_on_disk)
     grid = grid_of(make_client, tmp_path / "sites", compression=kind)
     remote = deploy(grid, make_client, tmp_path / "runs", compression=kind, max_rounds=2)
     here = fit(make_client(), compression=kind, max_rounds=2)

@@ -6,6 +6,8 @@ import ipaddress
 import shlex
 import shutil
 import subprocess
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,31 @@ def test_commands_are_those_of_the_page(name):
         assert all(option in page for option in options)
         # else a SuperLink that is started again has forgotten its sites
         assert Path(program).name != "flower-superlink" or "--database" in options
+
+
+@pytest.mark.parametrize("name", ["superlink.service", "federation.service", "supernode.service", "compose.yaml"])
+def test_programs_and_options_are_those_installed(name, monkeypatch, capsys):
+    for program, *words in words_of(FILES / name):
+        program = Path(program).name
+        (entry,) = entry_points(group="console_scripts", name=program)
+        # a command and its subcommands, such as `flower run`
+        commands = words[:2] if program == "pfl-lightning" else []
+        monkeypatch.setattr(sys, "argv", [program, *commands, "--help"])
+        with pytest.raises(SystemExit) as end:
+            entry.load()()
+        assert not end.value.code
+        known = capsys.readouterr().out.split()
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= {word.strip("[],") for word in known}, program
+
+
+def test_services_of_compose_are_complete():
+    services = yaml.safe_load((FILES / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert service["image"] and service["command"] and service["working_dir"]
+        # each folder within a container is one of the host's, and no two of one container are the same
+        targets = [volume.partition(":")[2] for volume in service["volumes"]]
+        assert all(target.startswith("/") for target in targets) and len(set(targets)) == len(targets)
+    # sites find the server by its service's name
+    linked = [word for name in services for word in shlex.split(services[name]["command"]) if word.endswith(":8000")]
+    assert linked == ["superlink:8000"] * 2

@@ -3,6 +3,8 @@
 from functools import partial
 
 import pytest
+import torch
+from torch.optim import SGD
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
@@ -162,3 +164,18 @@ def test_half_precision_travels_as_it_is(tmp_path):
     there = deploy(grid_of(make, tmp_path, **settings), make, **settings)
     assert equal(here.weights, there.weights)
     assert here.rows[0]["bytes/up"] == there.rows[0]["bytes/up"]
+
+
+def test_a_run_goes_on_with_states_of_the_first_version(tmp_path):
+    make = partial(make_client, FedPer, optimizer_lifetime="run", optimizer=partial(SGD, lr=0.1, momentum=0.9))
+    grid = grid_of(make, tmp_path / "sites")
+    deploy(grid, make, tmp_path / "runs", callbacks=[Pause(1)])
+    files = list((tmp_path / "sites").rglob("*.pt"))
+    # later versions have added entries
+    for path in files:
+        saved = torch.load(path, weights_only=True)
+        torch.save({name: saved[name] for name in ("personal", "optimizers", "scaler")}, path)
+    run = deploy(grid, make, tmp_path / "runs", ckpt_path="last")
+    here = fit(make())
+    assert len(files) == 4 and equal(run.weights, here.weights)
+    assert [row["val/acc"] for row in run.rows] == [row["val/acc"] for row in here.rows]

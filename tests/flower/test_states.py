@@ -78,6 +78,20 @@ def test_a_token_is_looked_at_before_a_path_is_made_of_it(tmp_path, token):
         versions.load(3, token)
 
 
+FIRST = ("personal", "optimizers", "scaler")
+"""Entries of a state in files of the first version with deployments."""
+
+
+def test_a_file_of_the_first_version_is_read_and_followed(tmp_path):
+    (tmp_path / "3" / ("a" * 16)).mkdir(parents=True)
+    content = {name: vars(state(1.0))[name] for name in FIRST}
+    torch.save(content, tmp_path / "3" / ("a" * 16) / f"{'b' * 16}.pt")
+    versions = StateVersions(tmp_path)
+    assert equal(vars(versions.load(3, "b" * 16)), vars(state(1.0)))
+    second = versions.keep(3, state(2.0), "b" * 16, live=())
+    assert tokens(tmp_path / "3" / ("a" * 16)) == {second, "b" * 16}
+
+
 def test_one_client_has_none_of_another(tmp_path):
     versions = StateVersions(tmp_path)
     token = versions.keep(3, state(1.0))

@@ -1,6 +1,7 @@
 import io
 import json
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict  # noqa: E402
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: E402
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents  # noqa: E402
 
-from pfl_lightning.flower import wire  # noqa: E402
-from pfl_lightning.flower.template import Refused, check_norm  # noqa: E402
+from pfl_lightning.flower import template, wire  # noqa: E402
+from pfl_lightning.flower.template import Refused, check_finite, check_norm, norm_of  # noqa: E402
 from pfl_lightning.flower.wire import names, on_disk, pack, unpack  # noqa: E402
 from pfl_lightning.messages import Restored  # noqa: E402
 
@@ -379,3 +380,64 @@ def test_a_record_on_the_disk_is_the_same_and_its_files_have_no_names(tmp_path):
     assert not torch.equal(made["weights"]["a"], large)
     with pytest.raises(OSError):
         on_disk(record, tmp_path / "nowhere")
+
+
+def test_a_record_on_the_disk_keeps_kinds_and_what_is_in_it_twice(tmp_path):
+    large, weight = torch.randn(200, 100), nn.Parameter(torch.zeros(200, 100))
+    made = on_disk({"state": OrderedDict(a=large, b=large), "p": weight}, tmp_path)
+    assert type(made["state"]) is OrderedDict and made["p"] is weight
+    assert made["state"]["a"] is made["state"]["b"] is not large and torch.equal(made["state"]["a"], large)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_a_message_in_pieces_comes_back_in_memory_and_on_the_disk(piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(wire, "PIECE", piece)
+    content = pack({"5": UPDATE, "6": UPDATE})
+    size = sum(len(array.data) for array in content["tensors"].values())
+    assert len(content["tensors"]) == -(-size // piece)
+    content = travelled(content)
+    assert same(unpack(content, "6", UPDATE, CLASSES), UPDATE)
+    for name in ("LARGE", "SMALL"):
+        monkeypatch.setattr(wire, name, 1)
+    # a run's folder may be made later
+    update = unpack(content, "6", UPDATE, CLASSES, folder=tmp_path / "runs")
+    assert same(update, UPDATE) and list(tmp_path.glob("**/*")) == [tmp_path / "runs"]
+    # equal tensors travel once, and are two again
+    update["prototypes"][0].zero_()
+    assert torch.equal(update["prototypes"][7], torch.ones(4))
+    del content["tensors"]
+    assert torch.equal(update["weights"]["net.w"], UPDATE["weights"]["net.w"])
+
+
+def test_without_room_on_the_disk_a_record_is_in_memory(tmp_path, monkeypatch):
+    for name in ("LARGE", "SMALL"):
+        monkeypatch.setattr(wire, name, 1)
+    (tmp_path / "file").write_text("")
+    assert same(unpack(pack({"5": UPDATE}), "5", UPDATE, CLASSES, folder=tmp_path / "file"), UPDATE)
+
+
+@pytest.mark.parametrize("fault", ["value", "missing"])
+def test_what_is_wrong_in_memory_is_wrong_on_the_disk(fault, tmp_path, monkeypatch):
+    for name in ("LARGE", "SMALL", "PIECE"):
+        monkeypatch.setattr(wire, name, 1)
+    content = pack({"5": {"flag": torch.tensor([True, False])}})
+    if fault == "value":
+        content["tensors"]["tensors"].data = b"\x02"
+    else:
+        del content["tensors"]["tensors.1"]
+    words = {"value": "neither 0 nor 1", "missing": "takes 2 bytes, of which 1 were sent"}[fault]
+    with pytest.raises(Refused, match=words):
+        unpack(content, "5", {"flag": torch.zeros(2, dtype=torch.bool)}, folder=tmp_path)
+
+
+def test_checks_of_a_large_tensor_go_by_parts(monkeypatch):
+    monkeypatch.setattr(template, "BLOCK", 4)
+    base, record = torch.randn(3, 5), torch.randn(3, 5)
+    norm = torch.linalg.vector_norm(record.double() - base.double()).item()
+    assert norm_of({"w": record}, {"w": base}) == pytest.approx(norm, rel=1e-12)
+    assert norm_of({"w": record}, {}) == pytest.approx(torch.linalg.vector_norm(record.double()).item(), rel=1e-12)
+    assert norm_of({"w": torch.zeros(0)}, {"w": torch.zeros(0)}) == 0
+    check_finite(record)
+    record[2, 4] = torch.inf
+    with pytest.raises(Refused, match="has a NaN or an infinity"):
+        check_finite(record)

@@ -1,6 +1,6 @@
 """Sort a client module's entries into shared (travelling), personal (staying), and common (frozen, for all clients)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
@@ -64,12 +64,13 @@ def rely_on(client: ClientModule, path: str) -> None:
         client.relied_on.add(f"{path}.")
 
 
-def whole_model(client: ClientModule, common: bool = True) -> StateDict:
+def whole_model(client: ClientModule, common: bool = True, without: Collection[str] = ()) -> StateDict:
     """Return copies of all entries on the CPU.
 
     Args:
         client: the client module.
         common: whether common entries are among them.
+        without: names of entries to leave out.
 
     Returns:
         The entries, by name. A common tensor with several names is copied once, and is the same tensor under each name.
@@ -77,6 +78,8 @@ def whole_model(client: ClientModule, common: bool = True) -> StateDict:
     copies: StateDict = {}
     once: dict[int, Tensor] = {}
     for name, tensor in client.state_dict().items():
+        if name in without:
+            continue
         if name not in client.common_names:
             copies[name] = detached(tensor)
             continue

@@ -462,6 +462,16 @@ class Federation(LightningModule):
             self.options.schedule.setup(seed, clients)
         self._keep_storable()
 
+    def keep_models(self, stored: Callable[[Any], Any]) -> None:
+        """Keep the initial model and the server's state as another storage returns them.
+
+        Args:
+            stored: returns a record with the same tensors elsewhere, such as in a file.
+        """
+        kept = stored({"shared": self._shared, "initial": self.initial, "start": self.start})
+        self._shared, self.initial, self.start = kept["shared"], kept["initial"], kept["start"]
+        self.aggregator.state = stored(self.aggregator.state)
+
     def _keep_storable(self) -> None:
         """Convert NumPy scalars in the state of server and selection; refuse types without a way back from checkpoints.
 
@@ -1251,8 +1261,10 @@ class Federation(LightningModule):
         Args:
             common: whether frozen weights are among them.
         """
-        own = whole_model(self.client, common)
-        return own | self.start | self.initial[0] | self.aggregator.global_model()
+        others = self.start | self.initial[0] | self.aggregator.global_model()
+        # only what nobody else has is copied: a copy of all would be one more large net in memory
+        whole = whole_model(self.client, common, others) | others
+        return {name: whole[name] for name in {**self.client.state_dict(), **whole} if name in whole}
 
     @property
     def _saves_common(self) -> bool:

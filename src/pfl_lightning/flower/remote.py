@@ -36,11 +36,9 @@ from pfl_lightning.flower.template import (
     norm_of,
     plain,
 )
-from pfl_lightning.flower.wire import on_disk, unpack
+from pfl_lightning.flower.wire import LARGE, on_disk, unpack
 from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tensors
 
-LARGE = 1 << 24
-"""Size in bytes from which an update waits for the aggregation in files, and messages are read one after another."""
 ANSWER_BYTES = 1 << 20
 """Largest size of the tensors in a client's metrics, in bytes."""
 TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
@@ -68,7 +66,8 @@ class Remote(Engine):
             update, and warns of an update with a norm above `FAR` times the round's median.
         compression: the compression of updates; None if sites send whole weights.
         summing: the secure sum, with which the server learns no single update; None takes each client's update.
-        folder: a folder on a disk, where large updates wait for the aggregation; None keeps them in memory.
+        folder: a folder on a disk for large updates, until the aggregation, and for the server's own model; None keeps
+            them in memory.
     """
 
     may_miss_clients = True
@@ -178,9 +177,9 @@ class Remote(Engine):
             yield client, *early.pop(client)
 
     def _tried(self, job: Job, content: RecordDict) -> Outcome | Refused:
-        """Return a client's outcome, a large update in files, or the reason of a refusal."""
+        """Return a client's outcome, a large update in a file, or the reason of a refusal."""
         try:
-            return self._stored(self._outcome(job, content))
+            return self._outcome(job, content)
         except Refused as reason:
             return reason
 
@@ -211,7 +210,7 @@ class Remote(Engine):
                     # a client whose training diverged sends no vector, and is removed from the sum like a dropped one
                     if outcome.finite:
                         name, limit = f"{client}/masked", num_bytes(like)
-                        hidden[client] = unpack(content, name, like, limit=limit)["vector"]
+                        hidden[client] = unpack(content, name, like, limit=limit, folder=self.folder)["vector"]
                     trained[client] = outcome
                     self._count_seconds(outcome)
                 except Refused as reason:
@@ -228,16 +227,16 @@ class Remote(Engine):
         told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
         yield from (self._refused(client, reason) for client, reason in told.items())
 
-    def _stored(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with a large update in files, so that the server holds few models at once."""
-        if self.folder is None or num_bytes(outcome.update) < LARGE:
-            return outcome
+    def stored(self, record: Any) -> Any:
+        """Return a record in a file if it is large, so that the server holds few models in memory at once."""
+        if self.folder is None or sum(tensor.nbytes for tensor in tensors(record)) < LARGE:
+            return record
         # a server without room on the disk may have it in memory
         with suppress(OSError):
             # a run's first round may come before its first file
             self.folder.mkdir(parents=True, exist_ok=True)
-            return outcome._replace(update=on_disk(outcome.update, self.folder))
-        return outcome
+            return on_disk(record, self.folder)
+        return record
 
     def _refused(self, client: int, reason: Refused) -> Outcome:
         """Return the outcome of a refused client, without an update, and note the reason.
@@ -469,9 +468,10 @@ class Remote(Engine):
             # tensors of a free size, such as factors of a rank that depends on data, stand for shared entries
             if not all(tensor.numel() for tensor in tensors(travelling)):
                 limit += 2 * num_bytes(self.modules[self.architecture_of(client)].shared_state())
-            update = unpack(content, f"{client}/update", travelling, self._sketches.keys(self.link.clients), limit)
+            keys = self._sketches.keys(self.link.clients)
+            update = unpack(content, f"{client}/update", travelling, keys, limit, self.folder)
             if compressed:
-                update["weights"] = self._restored(job, update["weights"], like["weights"])
+                update["weights"] = self.stored(self._restored(job, update["weights"], like["weights"]))
             # with noise, class counts no longer add up to the number of samples
             private = self.work.example_privacy
             check_counts(update, samples, private is not None and private.counts_epsilon is not None)

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
@@ -60,9 +61,28 @@ class States(FederatedCallback):
         self._link.cohort = federation.options.cohort_size(federation.data.num_clients)
         # a client without a site so far may have had one before the run was resumed
         self._link.expected = {client: size for client, size in enumerate(federation.trained["sizes"]) if size}
+        self._keep_on_disk(federation)
         # a method without a template fails here, before any site has worked
         for client in range(min(len(federation.architectures), federation.data.num_clients)):
             self._engine.look(federation.job(client))
+
+    def _keep_on_disk(self, federation: Federation) -> None:
+        """Put the nets, the initial model and the server's state into files if they are large, mapped into memory.
+
+        A server reads them and trains in none, so that its memory is free for messages.
+        """
+        client = federation.client
+        modules = [*federation.architectures, *(net for net in client.nets if isinstance(net, nn.Module))]
+        for module in modules:
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            stored = self._engine.stored({name: tensor.data for name, tensor in held.items()})
+            for name, tensor in held.items():
+                tensor.data = stored[name]
+        federation.keep_models(self._engine.stored)
+
+    def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: Mapping[str, float]) -> None:
+        """Put the server's new state into a file if it is large."""
+        federation.aggregator.state = self._engine.stored(federation.aggregator.state)
 
     @property
     def _engine(self) -> Remote:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries
@@ -105,15 +106,23 @@ class Sketches:
             # as after a step, since methods divide by the number of steps
             vars(module).update(client_id=job.client, round=job.round, steps_done=1)
             module.receive(self._personal[architecture], job.payload, data)
-            update: Message = detached(module.upload(data))
+            update: Message = tree_map(look_of, module.upload(data))
         return update
+
+
+def look_of(tensor: Tensor) -> Tensor:
+    """Return zeros of a tensor's type and shape, of which one is in memory: a template of a large net stays small."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 @contextmanager
 def as_it_was(module: ClientModule) -> Iterator[None]:
     """Restore a module's tensors and modes at the end of the context."""
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    before = {name: tensor.data for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        # the copy is what changes, and goes: the tensors themselves may be mapped from a file
+        tensor.data = before[name].clone()
     try:
         with kept_modes(module):
             yield

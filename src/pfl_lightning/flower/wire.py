@@ -4,11 +4,14 @@
 comparing the record's nesting with the bytes and with a template.
 """
 
+import hashlib
 import json
 import math
 import mmap
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
@@ -47,7 +50,14 @@ TREE_BYTES = 1 << 20
 ANY_NAMES = 256
 """Largest number of entries to make room for in a dict with any names."""
 SMALL = 1 << 16
-"""Size in bytes below which a tensor gets no file of its own."""
+"""Size in bytes below which a tensor stays in memory."""
+LARGE = 1 << 24
+"""Size in bytes from which a record is put into a file."""
+PIECE = 1 << 24
+"""Largest number of bytes in one of Flower's arrays. Flower sends an array in parts of 20 MiB, and joins the parts in
+twice the array's memory, so that one array for all would take three times the message's."""
+ALIGNED = 64
+"""Tensors in a file begin at multiples of this, in bytes, for which processors load fastest."""
 LIMIT = 1 << 36
 """Default of the largest number of bytes of a record's tensors: 64 GiB."""
 
@@ -74,10 +84,15 @@ def pack(records: Mapping[str, Any]) -> "RecordDict":
         if len(tree) > TREE_BYTES:
             raise ValueError(f"{name}: names and nesting take {len(tree)} characters, {TREE_BYTES} at most can travel.")
         content[RECORD + name] = ConfigRecord({"tree": tree})
-    # one array for all records, which may share the bytes of a tensor
-    data = table.data()
-    content[TENSORS] = ArrayRecord({TENSORS: Array("uint8", (len(data),), STYPE, data)})
+    # the same arrays for all records, which may share the bytes of a tensor
+    arrays = {piece_name(place): Array("uint8", (len(data),), STYPE, data) for place, data in enumerate(table.pieces())}
+    content[TENSORS] = ArrayRecord(arrays)
     return content
+
+
+def piece_name(place: int) -> str:
+    """Return the name of one of a message's arrays: ``tensors``, ``tensors.1``, ``tensors.2`` and so on."""
+    return f"{TENSORS}.{place}" if place else TENSORS
 
 
 def names(content: "RecordDict") -> list[str]:
@@ -85,8 +100,10 @@ def names(content: "RecordDict") -> list[str]:
     return [name.removeprefix(RECORD) for name in content.config_records if name.startswith(RECORD)]
 
 
-def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, limit: int = LIMIT) -> Any:
-    """Return a record of a message, with tensors in new memory.
+def unpack(
+    content: "RecordDict", name: str, like: Any = None, keys: int = 0, limit: int = LIMIT, folder: Path | None = None
+) -> Any:
+    """Return a record of a message, with tensors in new memory, or in a file as by `on_disk`.
 
     No tensor is allocated before names, nesting, types, shapes and the number of bytes have been checked.
 
@@ -96,6 +113,8 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
         like: the record's template, as for `template.check`; tensors must then be finite too. None accepts any record.
         keys: number of classes or clients, for dicts with integers as keys.
         limit: largest number of bytes of the record's tensors.
+        folder: a folder on a disk, for tensors of a record of at least `LARGE` bytes; None keeps them in memory, and so
+            does a disk without room.
 
     Raises:
         Refused: if the message has no such record, or the record can't be read or breaks a rule.
@@ -115,7 +134,7 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
             raise Refused(f"{name} has {size} bytes, and may have {limit}.")
         if like is not None:
             check(record, like, keys, name)
-        record = made(record, data)
+        record = made(record, data) if folder is None or size < LARGE else made_on_disk(record, data, folder)
         if like is not None:
             check_finite(record, name)
         return record
@@ -127,50 +146,177 @@ def unpack(content: "RecordDict", name: str, like: Any = None, keys: int = 0, li
 
 
 def on_disk(record: Any, folder: Path) -> Any:
-    """Return a record with its large tensors in files without a name, mapped into memory; a file goes with its tensor.
+    """Return a record with its large tensors in one file without a name, mapped into memory.
 
-    The system takes the memory of mapped files back where it needs it. Changing such a tensor changes no file.
+    The file goes with the last tensor. The system takes the memory of mapped files back where it needs it. Changing a
+    mapped tensor changes no file. A tensor that is in the record twice is so in the result.
 
     Args:
-        record: dicts, lists and tuples with tensors on the CPU.
-        folder: a folder for the files, on a disk.
+        record: dicts, lists and tuples with tensors; those on a GPU stay there.
+        folder: a folder for the file, on a disk.
 
     Raises:
-        OSError: if a file can't be written.
+        OSError: if the file can't be written.
     """
-    if isinstance(record, Restored):
-        return Restored(on_disk(dict(record), folder), record.travelled)
-    if isinstance(record, Mapping):
-        return {name: on_disk(part, folder) for name, part in record.items()}
-    if isinstance(record, list | tuple):
-        return type(record)(on_disk(part, folder) for part in record)
-    if not isinstance(record, Tensor) or record.nbytes < SMALL:
-        return record
+    kept: dict[int, Spec] = {}
+    # one file for all: a process may have some thousand files open, and large nets have some hundred tensors
     with tempfile.TemporaryFile(dir=folder) as file:
-        # written and not copied into the mapping, where a full disk would end the process
-        file.write(record.contiguous().flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(mapped, dtype=record.dtype).view(record.shape)
+
+        def moved(tensor: Tensor) -> Tensor | Spec:
+            # a parameter, or a quantised tensor, is more than its bytes
+            if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.nbytes < SMALL:
+                return tensor
+            if id(tensor) not in kept:
+                kept[id(tensor)] = written(file, tensor.dtype, tuple(tensor.shape), [bytes_of(tensor)])
+            return kept[id(tensor)]
+
+        return mapped(leaves(moved, record), file)
+
+
+def made_on_disk(record: Any, data: "Pieces", folder: Path) -> Any:
+    """Return a record with tensors, the large ones in a file as by `on_disk`, in the place of each `Spec`.
+
+    Args:
+        record: a record from `decode`.
+        data: the message's bytes.
+        folder: a folder for the file, on a disk. Without room there, all tensors are in memory.
+
+    Raises:
+        Refused: if a truth value is neither 0 nor 1.
+    """
+    with suppress(OSError):
+        # a run's first round may come before its first file
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+
+            def moved(spec: Spec) -> Tensor | Spec:
+                if num_bytes(spec) < SMALL:
+                    return tensor_of(spec, data)
+                check_truth(spec, data)
+                return written(file, spec.dtype, spec.shape, data.parts(spec.start, num_bytes(spec)))
+
+            return mapped(leaves(moved, record), file)
+    return made(record, data)
+
+
+def written(file: Any, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[memoryview]) -> Spec:
+    """Write a tensor's bytes at the end of a file, and return the tensor's type, shape and position in the file."""
+    file.write(bytes(-file.tell() % ALIGNED))
+    start = file.tell()
+    # written and not copied into a mapping, where a full disk would end the process
+    for part in parts:
+        file.write(part)
+    return Spec(dtype, shape, start)
+
+
+def mapped(record: Any, file: Any) -> Any:
+    """Return a record with tensors in a file, mapped into memory, in the place of each `Spec`."""
+    if not file.tell():
+        return record
+    file.flush()
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    known: dict[int, Tensor] = {}
+
+    def tensor(leaf: Tensor | Spec) -> Tensor:
+        if isinstance(leaf, Tensor):
+            return leaf
+        if leaf.start not in known:
+            flat = torch.frombuffer(memory, dtype=leaf.dtype, count=math.prod(leaf.shape), offset=leaf.start)
+            known[leaf.start] = flat.view(leaf.shape)
+        return known[leaf.start]
+
+    return leaves(tensor, record)
+
+
+def leaves(function: Callable[[Any], Any], record: Any) -> Any:
+    """Return a record with a function applied to each tensor and `Spec`.
+
+    Args:
+        function: maps a tensor or `Spec` to its replacement.
+        record: dicts, lists and tuples, at any depth.
+    """
+    if isinstance(record, Tensor | Spec):
+        return function(record)
+    if isinstance(record, Restored):
+        return Restored(leaves(function, dict(record)), record.travelled)
+    if isinstance(record, Mapping):
+        # the state of an aggregator may have these too
+        kind = type(record) if isinstance(record, OrderedDict | Counter) else dict
+        return kind({key: leaves(function, part) for key, part in record.items()})
+    if isinstance(record, list | tuple):
+        return type(record)(leaves(function, part) for part in record)
+    return record
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes, without a copy if the tensor is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().reshape(-1)
+    # a view of one element can have a stride that forbids a view of bytes
+    flat = flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+    # viewed as bytes, since NumPy has no bfloat16
+    return flat.view(torch.uint8).numpy().data
 
 
 class Table:
-    """Collects the bytes of a message's tensors; equal bytes are stored once."""
+    """Collects the bytes of a message's tensors, without a copy; equal bytes are stored once."""
 
     def __init__(self) -> None:
         self._starts: dict[bytes, int] = {}
+        self._parts: list[memoryview] = []
         self._end = 0
 
-    def place(self, data: bytes) -> int:
+    def place(self, data: memoryview) -> int:
         """Return the position of some bytes, added at the end if new."""
-        if data not in self._starts:
-            self._starts[data] = self._end
+        # a fingerprint, where the bytes themselves as a key would be a copy of the whole message
+        name = hashlib.blake2b(data, digest_size=32).digest()
+        if name not in self._starts:
+            self._starts[name] = self._end
+            self._parts.append(data)
             self._end += len(data)
-        return self._starts[data]
+        return self._starts[name]
 
-    def data(self) -> bytes:
-        """Return all bytes in the order of their positions."""
-        return b"".join(self._starts)
+    def pieces(self) -> Iterator[bytes]:
+        """Yield all bytes in the order of their positions, in pieces of at most `PIECE`; an empty one without bytes."""
+        piece = bytearray()
+        for part in self._parts:
+            while part:
+                room = PIECE - len(piece)
+                piece += part[:room]
+                part = part[room:]
+                if len(piece) == PIECE:
+                    yield bytes(piece)
+                    piece.clear()
+        if piece or not self._end:
+            yield bytes(piece)
+
+
+class Pieces:
+    """The bytes of a message's tensors, in one or several pieces.
+
+    Args:
+        pieces: the bytes, in order.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = [memoryview(piece) for piece in pieces]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def parts(self, start: int, size: int) -> Iterator[memoryview]:
+        """Yield some of the bytes, piece by piece.
+
+        Args:
+            start: position of the first byte.
+            size: number of bytes.
+        """
+        for piece in self._pieces:
+            if start < len(piece) and size:
+                part = piece[start : start + size]
+                yield part
+                start, size = 0, size - len(part)
+            else:
+                start = max(0, start - len(piece))
 
 
 def encode(value: Any, table: Table, where: str) -> list[Any]:
@@ -188,9 +334,7 @@ def encode(value: Any, table: Table, where: str) -> list[Any]:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout != torch.strided:
             raise TypeError(f"{where}: a tensor of {dtype} and {value.layout} can't travel.")
-        # viewed as bytes, since NumPy has no bfloat16; cloned, as the stride of a one-element view can forbid that
-        flat = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-        return ["t", dtype, list(value.shape), table.place(flat.view(torch.uint8).numpy().tobytes())]
+        return ["t", dtype, list(value.shape), table.place(bytes_of(value))]
     if isinstance(value, Mapping):
         if wrong := [key for key in value if type(key) not in (str, int)]:
             raise TypeError(f"{where}: the key {wrong[0]!r} is neither a text nor an integer and can't travel.")
@@ -204,16 +348,18 @@ def encode(value: Any, table: Table, where: str) -> list[Any]:
     raise TypeError(f"{where}: a {type(value).__name__} can't travel.")
 
 
-def sent_bytes(content: "RecordDict") -> bytes:
+def sent_bytes(content: "RecordDict") -> Pieces:
     """Return the bytes of a message's tensors.
 
     Raises:
-        Refused: if the message has no array of bytes as from `pack`.
+        Refused: if the message has no arrays of bytes as from `pack`.
     """
-    arrays = content.array_records.get(TENSORS)
-    if arrays is None or list(arrays) != [TENSORS] or arrays[TENSORS].stype != STYPE:
+    arrays = content.array_records.get(TENSORS) or {}
+    # by name, as the sender decides on the order
+    expected = [piece_name(place) for place in range(len(arrays))]
+    if not arrays or set(arrays) != set(expected) or any(array.stype != STYPE for array in arrays.values()):
         raise Refused(f"the message has no array of {STYPE} called {TENSORS}.")
-    return arrays[TENSORS].data
+    return Pieces([arrays[name].data for name in expected])
 
 
 def room_for(like: Any, keys: int) -> int:
@@ -306,7 +452,7 @@ def specs(record: Any) -> Iterator[Spec]:
             yield from specs(part)
 
 
-def made(record: Any, data: bytes) -> Any:
+def made(record: Any, data: Pieces) -> Any:
     """Return a record with tensors, each in new memory, in the place of each `Spec`.
 
     Args:
@@ -316,17 +462,20 @@ def made(record: Any, data: bytes) -> Any:
     Raises:
         Refused: if a truth value is neither 0 nor 1.
     """
-    if isinstance(record, Spec):
-        own = bytearray(memoryview(data)[record.start : record.start + num_bytes(record)])
-        # frombuffer refuses an empty buffer
-        if not own:
-            return torch.empty(record.shape, dtype=record.dtype)
-        # torch's behaviour is undefined for other bytes in a bool tensor
-        if record.dtype == torch.bool and max(own) > 1:
-            raise Refused("a truth value is neither 0 nor 1.")
-        return torch.frombuffer(own, dtype=record.dtype).reshape(record.shape)
-    if isinstance(record, dict):
-        return {key: made(part, data) for key, part in record.items()}
-    if isinstance(record, list | tuple):
-        return type(record)(made(part, data) for part in record)
-    return record
+    return leaves(lambda spec: tensor_of(spec, data), record)
+
+
+def tensor_of(spec: Spec, data: Pieces) -> Tensor:
+    """Return a tensor of a message in new memory; arguments and errors as for `made`."""
+    check_truth(spec, data)
+    own = bytearray().join(data.parts(spec.start, num_bytes(spec)))
+    # frombuffer refuses an empty buffer
+    if not own:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.frombuffer(own, dtype=spec.dtype).reshape(spec.shape)
+
+
+def check_truth(spec: Spec, data: Pieces) -> None:
+    """Refuse bytes of a bool tensor other than 0 and 1, for which torch's behaviour is undefined."""
+    if spec.dtype == torch.bool and any(max(part) > 1 for part in data.parts(spec.start, num_bytes(spec))):
+        raise Refused("a truth value is neither 0 nor 1.")
