@@ -9,6 +9,7 @@ from torch._C import _functorch
 from torch._functorch import pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch.nn.modules import batchnorm
+from torch.nn.modules import module as torch_module
 
 BatchNorm = batchnorm._BatchNorm
 """The base class of all BatchNorm layers. Layers of other packages derive from this class alone, so the public classes
@@ -39,6 +40,14 @@ level_of = _functorch.maybe_get_level
 outside_vmap = pyfunctorch.temporarily_clear_interpreter_stack
 """Leave all levels of ``vmap`` and ``grad`` inside this context, so that autograd sees the stacks."""
 
+GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+"""Tables of the hooks on all modules, as registered by ``register_module_forward_hook``."""
+
 GROWTH_TRACKER = "_growth_tracker"
 """Name of the number of good steps in the ``state_dict`` of ``torch.amp.GradScaler``."""
 LAST_RATES = "_last_lr"
@@ -54,6 +63,16 @@ def entry_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         module: any module; submodules have dicts of their own.
     """
     return module._parameters, module._buffers
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs more than its ``forward``: hooks of the module, or of all modules.
+
+    Args:
+        module: any module; hooks of submodules don't count.
+    """
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own) or any(GLOBAL_HOOKS)
 
 
 def version(tensor: Tensor) -> int:
