@@ -23,6 +23,20 @@ def test_other_layers_do_not(layer):
     assert not issubclass(layer, names.BatchNorm)
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_a_module_or_of_all(kind):
+    layer = nn.Linear(2, 2)
+    assert not names.has_hooks(layer)
+    for register in (
+        getattr(layer, f"register_{kind}_hook"),
+        getattr(nn.modules.module, f"register_module_{kind}_hook"),
+    ):
+        handle = register(lambda *_: None)
+        assert names.has_hooks(layer)
+        handle.remove()
+        assert not names.has_hooks(layer)
+
+
 def test_a_level_of_vmap():
     names.load_decompositions()
     level = names.enter_vmap(3, "error")

@@ -120,12 +120,12 @@ class DenseNet:
             outputs.append(output.relu_() if relu else output)
         log_p, target = log_softmax(outputs[-1]), target[:, :, None]
         losses, n = log_p.gather(2, target), target.shape[1]
-        factors = torch.full((1,), share, dtype=log_p.dtype, device=log_p.device)
+        factors: Tensor | float
         if counts is None:
-            loss, factors = losses.sum((1, 2)) / -n, factors / n
+            loss, factors = losses.sum((1, 2)) / -n, share / n
         else:
-            shares = (torch.arange(n, device=counts.device) < counts[:, None]).to(log_p.dtype) / counts[:, None]
-            loss, factors = (-losses.squeeze(2) * shares).sum(1), (shares * factors)[:, :, None]
+            weights = (torch.arange(n, device=counts.device) < counts[:, None]).to(log_p.dtype) / counts[:, None]
+            loss, factors = (-losses.squeeze(2) * weights).sum(1), (weights * share)[:, :, None]
         values = {"loss": loss, **({"loss_squared": loss.square()} if self.squares else {})}
         return values, self._backward(entries, outputs, softmax_minus_one_hot(log_p, target).mul_(factors))
 
