@@ -100,7 +100,6 @@ class DenseNet:
         net = cls(layers, trained, "loss_squared" in module.requested)
         return net if net.first < len(layers) else None
 
-    @torch.no_grad()
     def differentiate(
         self, entries: StateDict, x: Tensor, target: Tensor, counts: Tensor | None, share: float
     ) -> Values:
