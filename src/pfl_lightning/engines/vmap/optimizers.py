@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from pfl_lightning.engines.base import LocalWork
-from pfl_lightning.internals.of_torch import bare_step
+from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import CPU, StateDict
 from pfl_lightning.transfers import moved, side_by_side
 
@@ -93,7 +93,6 @@ class RowsOptimizer:
                 group.update(differentiable=True, foreach=False, fused=False)
         states = stacked(saved, leaves, optimizer.param_groups, skips)
         optimizer.state.update({leaves[number]: state for number, state in states.items()})
-        self._take = bare_step(optimizer)
 
     def step(self, gradients: Mapping[str, Tensor], left_out: Tensor | None = None) -> None:
         """Take a step of the remaining rows.
@@ -110,14 +109,14 @@ class RowsOptimizer:
             gradient = gradients.get(name)
             leaf.grad = gradient if gradient is None or len(gradient) == self.rows else gradient[rows]
         if left_out is None:
-            self._take()
+            take_step(self.optimizer)
             return
         # Every row takes the step, then skipping rows are restored: a mask inside torch's optimizers isn't possible.
         before = [
             (leaf.detach().clone(), {name: value.clone() for name, value in self._by_row(leaf).items()})
             for leaf in self.leaves.values()
         ]
-        self._take()
+        take_step(self.optimizer)
         for leaf, (values, kept) in zip(self.leaves.values(), before, strict=True):
             still = left_out[rows].view(-1, *[1] * (leaf.dim() - 1))
             torch.where(still, values, leaf.data, out=leaf.data)
