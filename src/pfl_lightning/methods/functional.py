@@ -40,10 +40,10 @@ def gradient_at(client: ClientModule, weights: StateDict, batch: Batch) -> State
     # detached, and buffers cloned: neither a graph nor a running statistic of the caller's may change
     constants = {name: weight.detach() for name, weight in weights.items()}
     buffers = {name: buffer.clone() for name, buffer in client.net.named_buffers()}
-    if any(map(is_wrapped, constants.values())):
+    # autograd alone takes half the time, but can't differentiate under vmap, and no compiler follows it
+    if torch.compiler.is_compiling() or any(map(is_wrapped, constants.values())):
         slope: StateDict = grad(objective)(constants, buffers)
         return slope
-    # autograd alone takes half the time, and can't differentiate under vmap
     with torch.enable_grad():
         loss = objective({name: constant.requires_grad_() for name, constant in constants.items()}, buffers)
     slopes = torch.autograd.grad(loss, list(constants.values()), allow_unused=True, materialize_grads=True)
