@@ -1,6 +1,7 @@
 """Seconds a round of methods, as ratios to a plain PyTorch loop over their own forward and backward passes.
 
-    python benchmarks/passes.py [--methods FedAvg FedProx MOON Ditto FedPAC APPLE FedClassAvg]
+    python benchmarks/passes.py [--methods FedAvg FedProx MOON FedSAM Ditto FedPAC APPLE FedClassAvg]
+    python benchmarks/passes.py --net MLP --engine auto --cpu    # the small net, in CPU seconds of the process
 
 As `rounds.py`: both run in one process with one intra-op thread and take turns, round by round, and neither evaluates.
 The loop of a method is what one would write by hand for it alone: its loss, its phases, its frozen models, with plain
@@ -11,6 +12,7 @@ without what the server does, which for FedPAC is a quadratic programme for each
 import argparse
 import logging
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -26,18 +28,22 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from pfl_lightning import FederatedTrainer
+from pfl_lightning.engines import ENGINES
 from pfl_lightning.methods.apple import APPLE
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedclassavg import FedClassAvg
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.fedprox import FedProx
+from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.losses import supervised_contrastive
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.random_views import random_views
-from pfl_lightning.nets import CNN
+from pfl_lightning.nets import CNN, MLP
 
 CLIENTS, SAMPLES, CLASSES = 10, 60, 10
+NETS = {"CNN": (CNN, (3, 32, 32)), "MLP": (partial(MLP, hidden=(64,)), (1, 8, 8))}
+"""Nets by name, with the shape of their inputs."""
 
 
 class Plain:
@@ -97,6 +103,22 @@ class PlainFedProx(Plain):
         def loss(x: Tensor, y: Tensor) -> Tensor:
             near = sum((p - a).square().sum() for p, a in zip(self.net.parameters(), anchors, strict=True))
             return self.cross_entropy(x, y) + 0.0005 * near
+
+        self.steps(client, loss)
+
+
+class PlainFedSAM(Plain):
+    """The gradient at weights that the batch's own gradient has moved by 0.05."""
+
+    def local(self, client: int) -> None:
+        """As above."""
+        parameters = list(self.net.parameters())
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            up = torch.autograd.grad(self.cross_entropy(x, y), parameters)
+            scale = 0.05 / (torch.linalg.vector_norm(torch.stack([g.norm() for g in up])) + 1e-12)
+            moved = {name: p + scale * g for (name, p), g in zip(self.net.named_parameters(), up, strict=True)}
+            return F.cross_entropy(functional_call(self.net, moved, (x,)), y)
 
         self.steps(client, loss)
 
@@ -214,6 +236,7 @@ METHODS: dict[str, tuple[type[FedAvg], type[Plain]]] = {
     "FedAvg": (FedAvg, Plain),
     "FedProx": (FedProx, PlainFedProx),
     "MOON": (MOON, PlainMOON),
+    "FedSAM": (FedSAM, PlainFedSAM),
     "Ditto": (Ditto, PlainDitto),
     "FedPAC": (PACClient, PlainFedPAC),
     "APPLE": (APPLE, PlainAPPLE),
@@ -230,18 +253,19 @@ class Both(Turns):
         self.seconds.setdefault("training", []).append(pl_module.metrics["time/train"])
 
 
-def compare(name: str, rounds: int) -> dict[str, float]:
+def compare(name: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of a round of each side, without the first two rounds."""
     client, plain = METHODS[name]
+    net, shape = NETS[args.net]
     seed_everything(0, verbose=False)
-    data = Noise(CLIENTS, SAMPLES, (3, 32, 32))
+    data = Noise(CLIENTS, SAMPLES, shape)
     data.setup()
     parts = [data.part(client, "train") for client in range(CLIENTS)]
-    by_hand = plain(CNN(data.input_shape, CLASSES), [(part.x, part.y) for part in parts])
-    turns = Both(by_hand.run)
+    by_hand = plain(net(data.input_shape, CLASSES), [(part.x, part.y) for part in parts])
+    turns = Both(by_hand.run, clock=time.process_time if args.cpu else time.perf_counter)
     trainer = FederatedTrainer(
-        max_rounds=rounds + 2,
-        engine="sequential",
+        max_rounds=args.rounds + 2,
+        engine=args.engine,
         callbacks=[turns],
         accelerator="cpu",
         limit_val_batches=0,
@@ -250,7 +274,7 @@ def compare(name: str, rounds: int) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = client(net=CNN, input_shape=data.input_shape, num_classes=CLASSES, optimizer=partial(SGD, lr=LR))
+    module = client(net=net, input_shape=data.input_shape, num_classes=CLASSES, optimizer=partial(SGD, lr=LR))
     trainer.fit(module, datamodule=data)
     return {side: statistics.median(seconds[2:]) for side, seconds in turns.seconds.items()}
 
@@ -260,14 +284,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each side")
+    parser.add_argument("--net", default="CNN", choices=list(NETS))
+    parser.add_argument("--engine", default="sequential", choices=list(ENGINES))
+    parser.add_argument("--cpu", action="store_true", help="seconds of the process in place of the clock's")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    print(f"torch {torch.__version__}, {CLIENTS} clients x {SAMPLES} CIFAR-shaped samples, CNN, one thread")
+    print(f"torch {torch.__version__}, {CLIENTS} clients x {SAMPLES} samples, {args.net}, {args.engine}, one thread")
     print(f"{'method':<12} {'plain loop':>11} {'round':>9} {'ratio':>6} {'ratio of its training':>22}")
     for name in args.methods:
-        seconds = compare(name, args.rounds)
+        seconds = compare(name, args)
         plain, whole, training = (seconds[side] for side in ("plain", "federation", "training"))
         print(f"{name:<12} {plain:>9.3f} s {whole:>7.3f} s {whole / plain:>6.2f} {training / plain:>22.2f}", flush=True)
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
+from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pfl_lightning.internals import of_torch as names
 
@@ -21,6 +23,60 @@ def test_all_batch_norm_layers_have_one_base(name):
 @pytest.mark.parametrize("layer", [nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d, nn.Linear])
 def test_other_layers_do_not(layer):
     assert not issubclass(layer, names.BatchNorm)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_a_module_or_of_all(kind):
+    layer = nn.Linear(2, 2)
+    assert not names.has_hooks(layer)
+    for register in (
+        getattr(layer, f"register_{kind}_hook"),
+        getattr(nn.modules.module, f"register_module_{kind}_hook"),
+    ):
+        handle = register(lambda *_: None)
+        assert names.has_hooks(layer)
+        handle.remove()
+        assert not names.has_hooks(layer)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_with_its_hooks(own):
+    weight, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizers = [SGD([tensor], lr=0.5, momentum=0.9) for tensor in (weight, other)]
+    called = []
+    for round in range(2):
+        for tensor in (weight, other):
+            tensor.grad = torch.full((2,), round + 1.0)
+        names.take_step(optimizers[0])
+        optimizers[1].step()
+    assert torch.equal(weight, other) and torch.is_grad_enabled()
+    register = optimizers[0].register_step_post_hook if own else register_optimizer_step_post_hook
+    handle = register(lambda *_: called.append(1))
+    names.take_step(optimizers[0])
+    handle.remove()
+    names.take_step(optimizers[0])
+    assert called == [1]
+
+
+class Halving(SGD):
+    """Takes half of each step."""
+
+    def step(self, closure=None):
+        """Take the step."""
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= parameter.grad / 2
+
+
+def test_a_step_of_an_optimizer_s_own():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = Halving([weight], lr=1.0)
+    weight.grad = torch.ones(2)
+    names.take_step(optimizer)
+    assert weight.tolist() == [0.5, 0.5]
+    optimizer.step = lambda: weight.data.zero_()
+    names.take_step(optimizer)
+    assert weight.tolist() == [0.0, 0.0]
 
 
 def test_a_level_of_vmap():

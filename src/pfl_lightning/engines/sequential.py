@@ -27,6 +27,7 @@ from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, rele
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values, weighs_batches
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
+from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy.dp_sgd import DPSGD
@@ -354,7 +355,7 @@ class Sequential(Engine):
             else:
                 nn.utils.clip_grad_value_(parameters.values(), self.work.clip)
         if scaler is None:
-            optimizer.step()
+            take_step(optimizer)
         else:
             scaler.step(optimizer)
             scaler.update()

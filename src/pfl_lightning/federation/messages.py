@@ -136,6 +136,9 @@ def accepted(
         )
     updates = {client: outcome.update for client, outcome in taken.items()}
     kinds = kinds_of(shared)
+    stacks = (u["weights"].stack for u in updates.values() if isinstance(u, dict) and type(u.get("weights")) is Row)
+    # Rows of a stack have one record of kinds, so that all but the first are known by identity.
+    kinds = next((stack.kinds for stack in stacks if stack.kinds == kinds), kinds)
     wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, kinds))}
     if wrong and "weights" in aggregator.needs:
         # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
@@ -169,13 +172,13 @@ def fault(update: Any, aggregator: Aggregator, kinds: Kinds) -> str:
         return f"a {type(update).__name__} and no dict of entries"
     if not update.keys() >= needs:
         return f"no {' and '.join(sorted(needs - update.keys()))}"
-    if "weights" in needs and (given := kinds_of(update["weights"])) != kinds:
+    if "weights" in needs and (given := kinds_of(update["weights"])) is not kinds and given != kinds:
         return difference(given, kinds)
     if "num_samples" in needs:
         count = update["num_samples"]
         # not negative and not 0 either: both would pass into weights of a mean without a sound
         whole = isinstance(count, Tensor) and count.dim() == 0 and not count.is_floating_point()
-        if not whole or count < 1:
+        if not whole or count.item() < 1:
             return f"num_samples={count} and no tensor of one integer from 1 up"
     if "class_counts" in needs:
         counts = update["class_counts"]

@@ -10,6 +10,9 @@ from torch._functorch import pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch.autograd import graph
 from torch.nn.modules import batchnorm
+from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 BatchNorm = batchnorm._BatchNorm
 """The base class of all BatchNorm layers. Layers of other packages derive from this class alone, so the public classes
@@ -47,6 +50,14 @@ run_backward = graph._engine_run_backward
 the leaves; by keyword ``allow_unreachable`` and ``accumulate_grad``. Returns the leaves' gradients, or None for each
 that the outputs don't depend on."""
 
+GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+"""Tables of the hooks on all modules, as registered by ``register_module_forward_hook``."""
+
 GROWTH_TRACKER = "_growth_tracker"
 """Name of the number of good steps in the ``state_dict`` of ``torch.amp.GradScaler``."""
 LAST_RATES = "_last_lr"
@@ -62,6 +73,38 @@ def entry_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         module: any module; submodules have dicts of their own.
     """
     return module._parameters, module._buffers
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs more than its ``forward``: hooks of the module, or of all modules.
+
+    Args:
+        module: any module; hooks of submodules don't count.
+    """
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own) or any(GLOBAL_HOOKS)
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """Take an optimizer's step without a mark for the profiler, which takes as long as the step of a small net.
+
+    A step with hooks, of the optimizer or of all optimizers, is taken as it is.
+
+    Args:
+        optimizer: any optimizer.
+    """
+    step = type(optimizer).step
+    hooks = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    # torch wraps the step of a class, by a function marked as hooked, when the first optimizer of the class is made.
+    if any(hooks) or "step" in vars(optimizer) or not getattr(step, "hooked", False):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def version(tensor: Tensor) -> int:

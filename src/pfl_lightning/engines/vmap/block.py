@@ -258,17 +258,18 @@ class Plan:
                 sizes = np.minimum(self._lengths[rows] - first, self.size)
                 first += self._starts[rows] + epochs[left] * self._lengths[rows]
                 steps[-1].append([])
-                kinds = sizes if not pads else sizes == self.size if apart else np.zeros_like(sizes)
-                for kind in dict.fromkeys(kinds.tolist()):
-                    own = kinds == kind
-                    size = int(sizes[own].max())
-                    ragged = bool((sizes[own] != size).any())
-                    steps[-1][-1].append((rows[own], sizes[own], ragged))
-                    # A short batch repeats its last sample.
-                    places = np.minimum(np.arange(size), sizes[own, None] - 1) if ragged else np.arange(size)
-                    pieces.append(self._flat[first[own, None] + places])
-                    if ragged:
-                        pieces.append(sizes[own])
+                kinds = sizes == self.size if pads and apart else sizes
+                groups = [np.s_[:]] if pads and not apart else [kinds == k for k in dict.fromkeys(kinds.tolist())]
+                for group in groups:
+                    own = sizes[group]
+                    size, smallest = int(own.max()), int(own.min())
+                    steps[-1][-1].append((rows[group], own, smallest < size))
+                    places, beginnings = np.arange(size), first[group, None]
+                    if smallest == size:
+                        pieces.append(self._flat[beginnings + places])
+                    else:
+                        # A short batch repeats its last sample.
+                        pieces += self._flat[beginnings + np.minimum(places, own[:, None] - 1)], own
         if not pieces:
             return
         # One transfer to the device for the whole phase, not one per step.

@@ -110,8 +110,10 @@ class BlockIO:
             return None
         sent: list[Tensor] = []
         alike: set[str] = set()
+        # Nearly always all clients get the same.
+        distinct = assigned[:1] if len(known) == 1 else assigned
         for name, tensor in own.items():
-            rows = [tensor if name in kept else entries[name] for entries in assigned]
+            rows = [tensor if name in kept else entries[name] for entries in distinct]
             # An entry that is the same object for all clients is copied to the device once and repeated there.
             if len(set(map(id, rows))) == 1:
                 alike.add(name)

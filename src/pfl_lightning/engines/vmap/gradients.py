@@ -20,6 +20,7 @@ from pfl_lightning.engines.steps import step_values, weighs_batches
 from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
 from pfl_lightning.engines.vmap.checks import SharedAttributes, first_client, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
+from pfl_lightning.engines.vmap.dense import DenseNet
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
 from pfl_lightning.engines.vmap.merged import FEW, Merged
 from pfl_lightning.engines.vmap.scales import Scales
@@ -155,6 +156,7 @@ class Differentiator:
         """The functions that checked steps called."""
         self._moving: set[str] = set()
         """Buffers that checked steps changed."""
+        self.dense = None if compiled else DenseNet.of(self.module, precision, slots, block, trained)
         merged.see(block.entries)
 
     def gradients(self, step: list[list[Part]], index: int) -> StateDict:
@@ -216,6 +218,12 @@ class Differentiator:
         """Return rows and their gradients by part, and record the values of the step."""
         done: list[tuple[Rows, StateDict]] = []
         for part in batch:
+            if self.dense is not None:
+                x, y = self.block.batch(part.samples)
+                values, gradients = self.dense.differentiate(self._entries(part.rows), x, y, part.counts, self.share)
+                done.append((part.rows, gradients))
+                self.block.record(part.rows, part.samples.shape[1] if part.sizes is None else part.sizes, values)
+                continue
             at_once = self._padded(part, index) if part.sizes is not None and self._may_pad(part, index) else None
             if at_once is not None:
                 done.append((part.rows, at_once[1]))

@@ -210,9 +210,7 @@ class StackLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute outputs of inputs ``[clients, n, in]``, weights ``[clients, out, in]``, biases ``[clients, out]``."""
         ctx.save_for_backward(input, weight)
-        if bias is None:
-            return torch.bmm(input, weight.mT)
-        return torch.baddbmm(bias[:, None], input, weight.mT)
+        return linear_of_stacks(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -241,9 +239,30 @@ class StackCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of the gradients of cross-entropy, of many clients at once")
         log_p, target = ctx.saved_tensors
-        # In place on the softmax, which saves a one-hot tensor of the same size.
-        difference = log_p.exp().scatter_(2, target, -1, reduce="add")
+        difference = softmax_minus_one_hot(log_p, target)
         return difference.mul_((gradients[0] / target.shape[1])[:, None, None]), None
+
+
+def linear_of_stacks(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return outputs ``[clients, n, out]`` of linear layers side by side.
+
+    Args:
+        input: ``[clients, n, in]``.
+        weight: ``[clients, out, in]``.
+        bias: ``[clients, out]``; None without one.
+    """
+    return torch.bmm(input, weight.mT) if bias is None else torch.baddbmm(bias[:, None], input, weight.mT)
+
+
+def softmax_minus_one_hot(log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the gradients of cross-entropies by their logits.
+
+    Args:
+        log_p: logarithms of the softmax ``[clients, n, classes]``.
+        target: class numbers ``[clients, n, 1]``.
+    """
+    # In place on the softmax, which saves a one-hot tensor of the same size.
+    return log_p.exp().scatter_(2, target, -1, reduce="add")
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from pfl_lightning.engines.base import LocalWork
+from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import CPU, StateDict
 from pfl_lightning.transfers import moved, side_by_side
 
@@ -106,16 +107,16 @@ class RowsOptimizer:
         rows = slice(self.first, self.first + self.rows)
         for name, leaf in self.leaves.items():
             gradient = gradients.get(name)
-            leaf.grad = None if gradient is None else gradient[rows]
+            leaf.grad = gradient if gradient is None or len(gradient) == self.rows else gradient[rows]
         if left_out is None:
-            self.optimizer.step()
+            take_step(self.optimizer)
             return
         # Every row takes the step, then skipping rows are restored: a mask inside torch's optimizers isn't possible.
         before = [
             (leaf.detach().clone(), {name: value.clone() for name, value in self._by_row(leaf).items()})
             for leaf in self.leaves.values()
         ]
-        self.optimizer.step()
+        take_step(self.optimizer)
         for leaf, (values, kept) in zip(self.leaves.values(), before, strict=True):
             still = left_out[rows].view(-1, *[1] * (leaf.dim() - 1))
             torch.where(still, values, leaf.data, out=leaf.data)

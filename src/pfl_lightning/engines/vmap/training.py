@@ -80,9 +80,10 @@ class BlockTrainer:
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
         scales = self._scales(block) if self._scaled else None
         counts, batches, steps = self._steps(phase, block, trained, slots, scales)
-        for index, gradients_of in enumerate(steps):
-            # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
-            self._narrow(optimizers, int((counts > index).sum()), phase, block)
+        # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
+        left = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
+        for rows, gradients_of in zip(left.tolist(), steps, strict=True):
+            self._narrow(optimizers, rows, phase, block)
             gradients, left_out = gradients_of(), None
             if scales is not None:
                 gradients, left_out = scales.unscaled(gradients)
