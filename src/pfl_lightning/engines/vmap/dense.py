@@ -72,7 +72,9 @@ class DenseNet:
             return None
         x, y = block.samples
         # Other precisions compute under autocast, or with scaled losses.
-        if not str(precision.precision).startswith(("32", "64")) or not isinstance(x, Tensor):
+        if not str(precision.precision).startswith(("32", "64")):
+            return None
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return None
         names = {(id(slot.table), slot.key): slot.name for slot in slots.all if slot.tensor is not None}
         layers: list[Dense] = []
