@@ -1,7 +1,7 @@
 """Steps of plain nets, linear layers with ReLU between them, for all clients without ``vmap`` and without autograd."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -68,11 +68,13 @@ class DenseNet:
         """
         own_step = any(overrides(module, hook) for hook in ("training_step", "loss", "task_loss"))
         # Types are compared exactly, here and below, because a subclass may compute something else.
-        if own_step or type(module.task) is not Classification or module._class_weights is not None:
+        if own_step or type(module.task) is not Classification or "_class_weights" in block.entries:
             return None
         x, y = block.samples
         # Other precisions compute under autocast, or with scaled losses.
-        if not str(precision.precision).startswith(("32", "64")) or not isinstance(x, Tensor):
+        if not str(precision.precision).startswith(("32", "64")):
+            return None
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return None
         names = {(id(slot.table), slot.key): slot.name for slot in slots.all if slot.tensor is not None}
         layers: list[Dense] = []
@@ -88,8 +90,10 @@ class DenseNet:
                     return None
             elif type(layer) is nn.ReLU and layers:
                 layers[-1] = layers[-1]._replace(relu=True)
-            elif type(layer) in (nn.Flatten, FlattenQuantities) and (layer.start_dim, layer.end_dim) == (1, -1):
+            elif isinstance(layer, nn.Flatten) and type(layer) in (nn.Flatten, FlattenQuantities):
                 flat = True
+                if (layer.start_dim, layer.end_dim) != (1, -1):
+                    return None
             else:
                 return None
         used = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
@@ -144,7 +148,7 @@ class DenseNet:
             if weight in self.trained:
                 gradients[weight] = torch.bmm(gradient.mT, outputs[place])
             if bias in self.trained:
-                gradients[cast(str, bias)] = gradient.sum(1)
+                gradients[bias] = gradient.sum(1)
             if place > self.first:
                 gradient = torch.bmm(gradient, entries[weight])
         return {name: gradients[name] for name in self.trained if name in gradients}
