@@ -1,5 +1,7 @@
 """How servers grow with clients: seconds and peak memory for one round of uploads, each in a forked process of its own.
 
+For any number and size of uploads; `benchmarks/server.py` is the FedAWA paper's table, for one net and 20 clients.
+
     python benchmarks/growth.py [--clients 20 100 400] [--parameters 1000000] [--threads 1]
 
 Uploads are of a square linear layer with about that many parameters, and a classifier of 10 classes. An aggregation has

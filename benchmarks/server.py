@@ -1,4 +1,6 @@
-"""Seconds that servers take for one aggregation, as ratios to FedAvg's and to FedAWA's.
+"""Seconds that servers take for one aggregation, as ratios to FedAvg's and to FedAWA's: the FedAWA paper's table.
+
+`benchmarks/growth.py` has the other servers, and shows how time and memory grow with clients.
 
     python benchmarks/server.py [--clients 20] [--rounds 15] [--fedlaw 1] [--threads 1]
 

@@ -32,6 +32,8 @@ ALONE = 0.999
 """Above this mean weight of clients' own models, no client learns from another."""
 TOGETHER = 32 * 2**20
 """Bytes of the cloud models that are computed together at least."""
+ROWS = 128
+"""Most cloud models that are computed together beyond `TOGETHER`."""
 
 
 class CloudProx(FedProx):
@@ -183,18 +185,20 @@ class FedAMP(ModelPool):
         if client not in models:
             return {"weights": self.state["initial"]}
         row = list(models).index(client)
-        # a fifth of all: one by one would read all models n times, and all together need as much memory as the models
-        count = max(math.ceil(len(models) / 5), TOGETHER // max(num_bytes(models[client]), 1))
+        # a fifth of all: one by one would read all models n times, and all together need as much memory as the models;
+        # a product of more rows is no faster
+        count = max(min(math.ceil(len(models) / 5), ROWS), TOGETHER // max(num_bytes(models[client]), 1))
         several = count < len(models)
         first = row - row % count
         if self._clouds is None or self._clouds[0] is not xi or self._clouds[1] != first:
             stacks = self._clouds[2] if self._clouds is not None and several else {}
             self._clouds = None
-            kinds = {name: (min(count, len(models)), *tensor.shape) for name, tensor in models[client].items()}
-            if {name: stack.shape for name, stack in stacks.items()} != kinds:
+            rows, model = min(count, len(models)), models[client]
+            kinds = {name: ((rows, *tensor.shape), tensor.dtype) for name, tensor in model.items()}
+            if {name: (stack.shape, stack.dtype) for name, stack in stacks.items()} != kinds:
                 # dropped first, for its memory
                 stacks = {}
-                stacks = {name: tensor.new_empty(kinds[name]) for name, tensor in models[client].items()}
+                stacks = {name: tensor.new_empty(rows, *tensor.shape) for name, tensor in model.items()}
             fill_means(stacks, list(models.values()), xi[first : first + count].tolist())
             self._clouds = xi, first, stacks
         # copies where the next ones take the memory
