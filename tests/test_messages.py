@@ -10,9 +10,11 @@ from pfl_lightning.messages import (
     column,
     detached,
     digest,
+    fill_means,
     is_finite,
     keep_own,
     num_bytes,
+    stacked_means,
     tensors,
     tree_map,
     weighted_mean,
@@ -210,3 +212,18 @@ def test_nothing_is_copied_of_what_is_no_row():
     of_clients = stack()
     keep_own(own, {0: {"weights": Row(of_clients, 0)}})
     assert own["mean"] is parts[0] and own["list"][0] is parts[1] and not of_clients.rows
+
+
+def test_stacked_means_are_the_means_also_in_memory_of_earlier_ones():
+    states = [{"w": torch.randn(3, 2), "h": torch.randn(5).bfloat16(), "n": torch.tensor(k)} for k in range(7)]
+    weights = torch.rand(4, 7).tolist()
+    expected = weighted_means(states, weights)
+    stacks = stacked_means(states, weights, states[0])
+    used = {name: torch.cat([stack, stack[:1]]) * 2 for name, stack in stacks.items()}
+    rest = {name: stack[4].clone() for name, stack in used.items()}
+    fill_means(used, states, weights)
+    for name in states[0]:
+        wanted = torch.stack([mean[name] for mean in expected])
+        assert torch.equal(stacks[name], wanted) and torch.equal(used[name][:4], wanted)
+        # rows beyond the means stay
+        assert torch.equal(used[name][4], rest[name])

@@ -157,11 +157,11 @@ class StandIn(ModuleType):
 
     def disable(self, fn: Any = None, recursive: bool = True, **kwargs: Any) -> Any:
         """Return a function excluded from compilation; torch itself does the same to those of its optimizers."""
-        import torch
+        from torch._compile import _disable_dynamo
 
         if fn is None:
             return partial(self.disable, recursive=recursive)
-        excluded = torch._disable_dynamo(fn, recursive)
+        excluded = _disable_dynamo(fn, recursive)
         run_plain(excluded, self._undo)
         return excluded
 
@@ -200,10 +200,11 @@ def free_optimizers(undo: Undo) -> None:
         undo: where to restore them.
     """
     import torch
+    from torch._compile import _disable_dynamo
     from torch.optim import optimizer
 
     # each function of a wrapper has the same code, which can be exchanged where both see the same variables
-    excluded = torch._disable_dynamo(free_optimizers).__code__
+    excluded = _disable_dynamo(free_optimizers).__code__
     wrapped = optimizer._use_grad_for_differentiable(free_optimizers).__code__
     step = plain_step(free_optimizers).__code__
     for kind in {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}:
