@@ -1,6 +1,8 @@
 import copy
+import gc
 import importlib
 import pkgutil
+import weakref
 from functools import partial
 
 import pytest
@@ -769,6 +771,27 @@ def test_halves_of_halves_train_each_client_once(monkeypatch):
     monkeypatch.setattr(Sequential, "train", lambda self, job, *args: clients.append(job) or train(self, job, *args))
     fit(make_client(), blobs(*RAGGED), engine=Vectorised, max_rounds=1)
     assert tried == [5, 3, 2, 2] and len(clients) == 1
+
+
+def test_of_a_block_that_does_not_fit_nothing_stays_in_memory(monkeypatch):
+    blocks, kept, train = [], [], BlockTrainer.train
+
+    def short(self, block, *args):
+        kept.append([size for size, reference in blocks if reference() is not None])
+        blocks.append((len(block.members), weakref.ref(block)))
+        if len(block.members) > 2:
+            raise torch.cuda.OutOfMemoryError
+        return train(self, block, *args)
+
+    monkeypatch.setattr(BlockTrainer, "train", short)
+    # where a GPU is full, cycles of references aren't looked for in time
+    gc.disable()
+    try:
+        fit(make_client(), blobs(*RAGGED), engine=Vectorised, max_rounds=1)
+    finally:
+        gc.enable()
+    # outcomes of the last two keep what was sent, and no block
+    assert [size for size, _ in blocks] == [5, 3, 2, 2] and kept == [[]] * 4
 
 
 def rows_of(entries):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -161,6 +161,15 @@ class Vectorised(Engine):
             # A stack of one client costs time and saves none.
             yield self.sequential.train(jobs[0], layout)
             return
+        outcomes = self._trained_block(jobs, layout, slots)
+        if outcomes is not None:
+            yield from outcomes
+            return
+        for half in self._halves(jobs):
+            yield from self._run_block(half, layout, slots)
+
+    def _trained_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome] | None:
+        """Return the outcomes of a block; None if memory is short, with all of the block's memory free again."""
         try:
             start = time.perf_counter()
             refuse_gradients_of_one(self.module)
@@ -171,14 +180,9 @@ class Vectorised(Engine):
             # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
             first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
-            halves = self._halves(jobs)
-        else:
-            yield first
-            yield from outcomes
-            return
-        # Outside the except block, because the error's traceback keeps the tensors alive.
-        for half in halves:
-            yield from self._run_block(half, layout, slots)
+            # Returned and not raised: the error's traceback would keep the tensors alive, and a variable here as well.
+            return None
+        return chain([first], outcomes)
 
     def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
         """Yield the metrics of a block, or of halves if memory is short."""
