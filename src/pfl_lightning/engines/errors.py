@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -130,6 +131,22 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
 
 
+def place_of(error: Exception) -> str:
+    """Return the file and line of a method's own code where an error arose, in brackets; empty if none is on the way.
+
+    Args:
+        error: an error from a method's code, raised by torch as a rule.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not str(frame.f_globals.get("__name__", "")).startswith(NOT_OF_METHODS):
+            return f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    return ""
+
+
+NOT_OF_METHODS = ("torch.", "torchvision.", "lightning.", "pfl_lightning.engines.", "pfl_lightning.client.")
+"""Beginnings of names of modules that call a method's code, or are called by it."""
+
+
 def computed(
     at_once: Callable[[], Result],
     alone: Callable[[], Any],
@@ -156,7 +173,7 @@ def computed(
     # Outside the except block, so that an author's own error isn't chained to torch's.
     with prepared():
         alone()
-    raise refusal(reason_of(failed)) from failed
+    raise refusal(reason_of(failed) + place_of(failed)) from failed
 
 
 class OtherTraceback(Exception):
