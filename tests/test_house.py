@@ -136,6 +136,12 @@ def test_nothing_is_hidden_from_the_graph():
     assert not hidden
 
 
+def test_files_of_tests_have_names_of_their_own():
+    # pytest imports them by their names alone, and collects no second one of a name
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
 def test_the_root_is_short():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
