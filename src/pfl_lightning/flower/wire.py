@@ -23,7 +23,7 @@ from pfl_lightning.flower.template import Refused, Spec, check, check_finite
 from pfl_lightning.messages import Restored
 
 if TYPE_CHECKING:
-    from flwr.app import RecordDict
+    from flwr.app import Array, RecordDict
 
 # a fixed list and no lookup in torch, which has attributes of many kinds under names that a sender chooses
 DTYPES = {
@@ -354,7 +354,7 @@ def sent_bytes(content: "RecordDict") -> Pieces:
     Raises:
         Refused: if the message has no arrays of bytes as from `pack`.
     """
-    arrays = content.array_records.get(TENSORS) or {}
+    arrays: Mapping[str, Array] = content.array_records.get(TENSORS) or {}
     # by name, as the sender decides on the order
     expected = [piece_name(place) for place in range(len(arrays))]
     if not arrays or set(arrays) != set(expected) or any(array.stype != STYPE for array in arrays.values()):
