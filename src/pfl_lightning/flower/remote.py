@@ -229,6 +229,7 @@ class Remote(Engine):
 
     def stored(self, record: Any) -> Any:
         """Return a record in a file if it is large, so that the server holds few models in memory at once."""
+        # the memory taken: `num_bytes` counts compressed weights as they were sent
         if self.folder is None or sum(tensor.nbytes for tensor in tensors(record)) < LARGE:
             return record
         # a server without room on the disk may have it in memory

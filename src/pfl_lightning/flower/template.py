@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any
@@ -162,22 +162,20 @@ def check_finite(record: Any, where: str = "record") -> None:
     """
     if isinstance(record, Tensor):
         # entry by entry: a sum of finite float16 can overflow
-        if record.is_floating_point() and not all(bool(torch.isfinite(block).all()) for block in blocks(record)):
+        if record.is_floating_point() and not all(bool(torch.isfinite(block).all()) for block in in_parts(record)):
             raise Refused(f"{where} has a NaN or an infinity.")
     elif isinstance(record, Mapping | list | tuple):
         for key, part in record.items() if isinstance(record, Mapping) else enumerate(record):
             check_finite(part, f"{where}.{key}")
 
 
-def blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor's elements in parts of at most `BLOCK`, so that checks copy no tensor of a large model as a whole.
+def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor's elements in parts of at most `BLOCK`, so that checks copy no large tensor as a whole.
 
     Args:
         tensor: any tensor; a contiguous one isn't copied.
     """
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, len(flat), BLOCK):
-        yield flat[start : start + BLOCK]
+    return torch.split(tensor.detach().reshape(-1), BLOCK)
 
 
 def check_norm(update: Message, payload: Message, max_norm: float) -> None:
@@ -209,9 +207,9 @@ def norms(record: Any, base: Any) -> list[float]:
         if not record.is_floating_point():
             return []
         # squares of large float16 or float32 overflow
-        wide = (block.double() for block in blocks(record))
+        wide = (block.double() for block in in_parts(record))
         if isinstance(base, Tensor) and base.shape == record.shape:
-            wide = (block - start for block, start in zip(wide, blocks(base.cpu()), strict=True))
+            wide = (block - start for block, start in zip(wide, in_parts(base.cpu()), strict=True))
         return [math.hypot(*(torch.linalg.vector_norm(block).item() for block in wide))]
     if isinstance(record, Mapping):
         under = base if isinstance(base, Mapping) else {}

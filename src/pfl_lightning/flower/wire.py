@@ -170,7 +170,7 @@ def on_disk(record: Any, folder: Path) -> Any:
                 kept[id(tensor)] = written(file, tensor.dtype, tuple(tensor.shape), [bytes_of(tensor)])
             return kept[id(tensor)]
 
-        return mapped(leaves(moved, record), file)
+        return mapped(replaced(moved, record), file)
 
 
 def made_on_disk(record: Any, data: "Pieces", folder: Path) -> Any:
@@ -195,7 +195,7 @@ def made_on_disk(record: Any, data: "Pieces", folder: Path) -> Any:
                 check_truth(spec, data)
                 return written(file, spec.dtype, spec.shape, data.parts(spec.start, num_bytes(spec)))
 
-            return mapped(leaves(moved, record), file)
+            return mapped(replaced(moved, record), file)
     return made(record, data)
 
 
@@ -225,10 +225,10 @@ def mapped(record: Any, file: Any) -> Any:
             known[leaf.start] = flat.view(leaf.shape)
         return known[leaf.start]
 
-    return leaves(tensor, record)
+    return replaced(tensor, record)
 
 
-def leaves(function: Callable[[Any], Any], record: Any) -> Any:
+def replaced(function: Callable[[Any], Any], record: Any) -> Any:
     """Return a record with a function applied to each tensor and `Spec`.
 
     Args:
@@ -238,13 +238,13 @@ def leaves(function: Callable[[Any], Any], record: Any) -> Any:
     if isinstance(record, Tensor | Spec):
         return function(record)
     if isinstance(record, Restored):
-        return Restored(leaves(function, dict(record)), record.travelled)
+        return Restored(replaced(function, dict(record)), record.travelled)
     if isinstance(record, Mapping):
         # the state of an aggregator may have these too
         kind = type(record) if isinstance(record, OrderedDict | Counter) else dict
-        return kind({key: leaves(function, part) for key, part in record.items()})
+        return kind({key: replaced(function, part) for key, part in record.items()})
     if isinstance(record, list | tuple):
-        return type(record)(leaves(function, part) for part in record)
+        return type(record)(replaced(function, part) for part in record)
     return record
 
 
@@ -462,7 +462,7 @@ def made(record: Any, data: Pieces) -> Any:
     Raises:
         Refused: if a truth value is neither 0 nor 1.
     """
-    return leaves(lambda spec: tensor_of(spec, data), record)
+    return replaced(lambda spec: tensor_of(spec, data), record)
 
 
 def tensor_of(spec: Spec, data: Pieces) -> Tensor:
