@@ -48,7 +48,7 @@ def peak() -> int:
 
 
 def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
-    """Return the seconds of an aggregation with all payloads, and the further memory to the uploads' own."""
+    """Return an aggregation's seconds, CPU and clock, with all payloads, and the further memory to the uploads' own."""
     width = round(parameters**0.5)
     module = FedAvg(lambda shape, k: Net(nn.Linear(*shape, width), nn.Linear(width, k)), (width,), CLASSES)
     weights = {entry: tensor.clone() for entry, tensor in module.state_dict().items()}
@@ -61,19 +61,19 @@ def measure(name: str, clients: int, parameters: int) -> dict[str, float]:
         for client in range(clients)
     }
     before = peak()
-    start = time.process_time()
+    start, begun = time.process_time(), time.perf_counter()
     if aggregator is None:
         models = torch.stack([next(iter(update["weights"].values())).flatten() for update in updates.values()])
-        start = time.process_time()
+        start, begun = time.process_time(), time.perf_counter()
         models @ models.T
     else:
         aggregator.setup(Server(clients, weights, module, None, seed=0))  # type: ignore[arg-type]
         aggregator.aggregate(updates, round=0)
         for client in range(clients):
             aggregator.download(client)
-    seconds = time.process_time() - start
+    seconds, clock = time.process_time() - start, time.perf_counter() - begun
     own = num_bytes([update["weights"] for update in updates.values()])
-    return {"seconds": seconds, "ratio": (peak() - before) / own}
+    return {"seconds": seconds, "clock": clock, "ratio": (peak() - before) / own}
 
 
 def main() -> None:
@@ -85,8 +85,10 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", default=["Gram", *SERVERS])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{args.parameters:,} parameters, threads {args.threads}: CPU seconds, further memory to the uploads' own")
-    print(f"{'clients':17}" + "".join(f"{clients:>16}" for clients in args.clients))
+    print(
+        f"{args.parameters:,} parameters, threads {args.threads}: CPU and clock seconds, further memory to the uploads'"
+    )
+    print(f"{'clients':17}" + "".join(f"{clients:>23}" for clients in args.clients))
     for name in args.servers:
         cells = []
         for clients in args.clients:
@@ -97,8 +99,8 @@ def main() -> None:
                 except BrokenProcessPool:
                     cells.append("killed, no memory")
                     continue
-            cells.append(f"{found['seconds']:9.2f} {found['ratio']:6.2f}")
-        print(f"{name:17}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+            cells.append(f"{found['seconds']:9.2f} {found['clock']:6.2f} {found['ratio']:6.2f}")
+        print(f"{name:17}" + "".join(f"{cell:>23}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

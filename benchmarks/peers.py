@@ -568,22 +568,29 @@ def table(args: argparse.Namespace) -> None:
         share = "" if args.share == 1 else f", {args.share:g} of the clients"
         print(f"{name}: {WORKLOADS[name].what}{share}, {args.rounds} rounds")
         print(
-            f"  {'':<14} {'CPU a round':>12} {'to plain':>9} {'clock':>9} {'CPU, round 1':>13} {'peak MiB':>9} "
-            f"{'moved':>8}"
+            f"  {'':<14} {'CPU a round':>12} {'all runs':>17} {'to plain':>9} {'clock':>9} {'CPU, round 1':>13} "
+            f"{'peak MiB':>9} {'moved':>8}"
         )
         with tempfile.TemporaryDirectory() as folder:
             Federation.write(asked(name, args.share), Path(folder), args.rounds)
-            base = None
+            here = [peer for peer in ["plain", *args.peers] if not missing(peer, args)]
+            runs: dict[str, list[dict[str, float]]] = {peer: [] for peer in here}
+            # In turns: what else the machine does is spread over all peers.
+            for _ in range(args.runs):
+                for peer in here:
+                    runs[peer].append(measured(peer, name, Path(folder), args))
+                    print(f"  {peer:<14} {runs[peer][-1]['cpu']:>10.3f} s", file=sys.stderr, flush=True)
+            base = statistics.median(run["cpu"] for run in runs["plain"])
             for peer in ["plain", *args.peers]:
                 if why := missing(peer, args):
-                    print(f"  {peer:<14} {why}", flush=True)
+                    print(f"  {peer:<14} {why}")
                     continue
-                runs = [measured(peer, name, Path(folder), args) for _ in range(args.runs)]
-                figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-                base = base or figures["cpu"]
+                figures = {key: statistics.median(run[key] for run in runs[peer]) for key in runs[peer][0]}
+                low, high = (limit(run["cpu"] for run in runs[peer]) for limit in (min, max))
                 print(
-                    f"  {peer:<14} {figures['cpu']:>10.3f} s {figures['cpu'] / base:>9.2f} {figures['wall']:>7.3f} s "
-                    f"{figures['start']:>11.1f} s {figures['memory']:>9.0f} {figures['moved']:>8.3f}",
+                    f"  {peer:<14} {figures['cpu']:>10.3f} s {low:>7.3f} to {high:>6.3f} {figures['cpu'] / base:>9.2f} "
+                    f"{figures['wall']:>7.3f} s {figures['start']:>11.1f} s {figures['memory']:>9.0f} "
+                    f"{figures['moved']:>8.3f}",
                     flush=True,
                 )
 
@@ -595,7 +602,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W5", "U2"], choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each run, at least 3")
     parser.add_argument("--share", type=float, default=1.0, help="share of the clients, and of those of a round")
-    parser.add_argument("--runs", type=int, default=1, help="runs of each, whose median is printed")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each, in turns; the median is printed")
     parser.add_argument("--engine", default="auto", help="engine of ours")
     parser.add_argument("--pfllib", type=Path, help="folder of a clone of PFLlib")
     parser.add_argument("--child", choices=list(PEERS), help=argparse.SUPPRESS)

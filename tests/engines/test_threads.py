@@ -34,7 +34,12 @@ class Counting(FedAvg):
 @pytest.fixture
 def seen(monkeypatch):
     monkeypatch.setattr(Counting, "seen", set())
-    return lambda: fit(make_client(Counting), max_rounds=1) and Counting.seen
+    return lambda **settings: fit(make_client(Counting), max_rounds=1, **settings) and Counting.seen
+
+
+@pytest.fixture
+def seen_vectorised(seen):
+    return lambda: seen(engine="vectorised")
 
 
 def test_a_small_net_trains_and_is_evaluated_in_one(seen):
@@ -45,6 +50,18 @@ def test_a_small_net_trains_and_is_evaluated_in_one(seen):
 def test_a_large_one_has_all(seen, monkeypatch):
     monkeypatch.setattr(threads, "SMALL", 10)
     assert seen() == {3}
+
+
+def test_a_block_of_small_nets_trains_and_is_evaluated_in_one(seen_vectorised):
+    assert seen_vectorised() == {1}
+    assert torch.get_num_threads() == 3
+
+
+def test_a_block_counts_the_weights_of_all_its_clients(seen_vectorised, monkeypatch):
+    client = make_client(Counting)
+    monkeypatch.setattr(threads, "SMALL", sum(parameter.numel() for parameter in client.parameters()) + 1)
+    # the model that all share is evaluated once, in one thread
+    assert 3 in seen_vectorised()
 
 
 def test_so_has_everyone_where_their_number_is_given(seen, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 SMALL = 1_000_000
-"""Number of parameters up to which a net's operations are too short to gain from several threads."""
+"""Number of parameters up to which operations are too short to gain from several threads: a net's, or a block's."""
 
 
 @contextmanager
@@ -22,12 +22,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_for(net: nn.Module) -> AbstractContextManager[None]:
+def threads_for(net: nn.Module, clients: int = 1) -> AbstractContextManager[None]:
     """Return the context to run a net in: a single thread if `is_for_one_thread`, else unchanged."""
-    return one_thread() if is_for_one_thread(net) else nullcontext()
+    return one_thread() if is_for_one_thread(net, clients) else nullcontext()
 
 
-def is_for_one_thread(net: nn.Module) -> bool:
+def is_for_one_thread(net: nn.Module, clients: int = 1) -> bool:
     """Return True if a net should train in one thread: a small net on the CPU, unless ``OMP_NUM_THREADS`` is set.
 
     Each operation waits for its slowest thread. If another process occupies a core, the wait is longer than a small
@@ -36,8 +36,9 @@ def is_for_one_thread(net: nn.Module) -> bool:
 
     Args:
         net: the net.
+        clients: clients that each operation computes, with weights of their own.
     """
     parameters = list(net.parameters())
-    small = sum(parameter.numel() for parameter in parameters) <= SMALL
+    small = clients * sum(parameter.numel() for parameter in parameters) <= SMALL
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     return small and on_cpu and "OMP_NUM_THREADS" not in os.environ

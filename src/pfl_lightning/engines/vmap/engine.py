@@ -17,6 +17,7 @@ from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
+from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
@@ -173,12 +174,13 @@ class Vectorised(Engine):
         try:
             start = time.perf_counter()
             refuse_gradients_of_one(self.module)
-            block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
-            self.trainer.train(block, layout, slots)
-            block.seconds = (time.perf_counter() - start) / len(jobs)
-            outcomes = self.block_io.outcomes(jobs, block, layout, slots)
-            # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
-            first = next(outcomes)
+            with threads_for(self.module, len(jobs)):
+                block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
+                self.trainer.train(block, layout, slots)
+                block.seconds = (time.perf_counter() - start) / len(jobs)
+                outcomes = self.block_io.outcomes(jobs, block, layout, slots)
+                # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
+                first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
             # Returned and not raised: the error's traceback would keep the tensors alive, and a variable here as well.
             return None
@@ -204,13 +206,14 @@ class Vectorised(Engine):
         """Return the metrics of the received models; None if the clients can't be evaluated at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
-        try:
-            members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
-        # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
-        except Unvectorisable:
-            self.evaluator.usable = False
-            return None
-        return self.evaluator.evaluate(members, entries, slots)
+        with threads_for(self.module, len(jobs)):
+            try:
+                members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
+            # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
+            except Unvectorisable:
+                self.evaluator.usable = False
+                return None
+            return self.evaluator.evaluate(members, entries, slots)
 
 
 def outputs_of(net: nn.Module, x: Tree) -> list[Any]:
