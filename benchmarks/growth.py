@@ -85,9 +85,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", default=["Gram", *SERVERS])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(
-        f"{args.parameters:,} parameters, threads {args.threads}: CPU and clock seconds, further memory to the uploads'"
-    )
+    print(f"{args.parameters:,} parameters, threads {args.threads}: CPU and clock seconds, memory to the uploads' own")
     print(f"{'clients':17}" + "".join(f"{clients:>23}" for clients in args.clients))
     for name in args.servers:
         cells = []
