@@ -35,7 +35,7 @@ from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner
 from pfl_lightning.engines import ENGINES
-from pfl_lightning.engines.processes import cores
+from pfl_lightning.engines.threads import cores
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN, MLP, LeNet5, Net, NetFactory, ResNet18
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from federations import fit, make_client
 from pfl_lightning.engines import threads
-from pfl_lightning.engines.threads import is_for_one_thread, one_thread
+from pfl_lightning.engines.threads import cores, divide_cores, is_for_one_thread, one_thread
 from pfl_lightning.methods import FedAvg
 
 
@@ -77,4 +77,18 @@ def test_a_net_elsewhere_does_not_matter():
 def test_the_number_comes_back_after_an_error():
     with pytest.raises(KeyError), one_thread():
         raise KeyError
+    assert torch.get_num_threads() == 3
+
+
+def test_processes_share_the_cores_and_their_small_nets_train_in_one_thread():
+    divide_cores(1)
+    assert torch.get_num_threads() == cores()
+    divide_cores(10_000)
+    assert torch.get_num_threads() == 1
+    assert is_for_one_thread(nn.Linear(2, 2))
+
+
+def test_a_given_number_of_threads_is_not_divided(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    divide_cores(10_000)
     assert torch.get_num_threads() == 3

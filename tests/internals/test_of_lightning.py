@@ -127,17 +127,6 @@ def test_a_strategy_s_launcher_is_lightning_s_until_it_is_replaced():
     assert strategy.launcher is other
 
 
-def test_processes_share_the_cores(monkeypatch):
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    names.limit_threads(2)
-    assert threads == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    names.limit_threads(10_000)
-    assert threads == [1]
-
-
 @pytest.mark.parametrize("kind", [partial(CSVLogger, name="run"), partial(TensorBoardLogger, name="run")])
 def test_a_logger_goes_on_with_a_version(kind, tmp_path):
     logger = kind(tmp_path)

@@ -17,9 +17,10 @@ from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Evaluated, Job, LocalWork, Outcome
-from pfl_lightning.engines.processes import Processes, cores
+from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.threads import cores
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised, outputs_of
 from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.messages import tensors

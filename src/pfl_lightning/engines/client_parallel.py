@@ -16,7 +16,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from pfl_lightning.internals.of_lightning import ScriptLauncher, limit_threads, set_launcher, start_ranks
+from pfl_lightning.engines.threads import divide_cores
+from pfl_lightning.internals.of_lightning import ScriptLauncher, set_launcher, start_ranks
 from pfl_lightning.stopping import POLL, STARTED_BY, RankLost, Stopped, stoppable
 
 ASKED = 1.0
@@ -45,7 +46,7 @@ class RankLauncher(ScriptLauncher):
             start_ranks(self)
             # Later child processes are no ranks, and may outlive this process.
             del os.environ[STARTED_BY]
-        limit_threads(self.num_processes)
+        divide_cores(self.num_processes)
         return function(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf
 from pfl_lightning.engines.steps import Layout
-from pfl_lightning.engines.threads import one_thread
+from pfl_lightning.engines.threads import cores, one_thread
 
 Result = TypeVar("Result")
 
@@ -234,11 +234,6 @@ def taken_from(numbers: int) -> Iterator[int]:
     """
     while some := os.read(numbers, struct.calcsize("II")):
         yield from range(*struct.unpack("II", some))
-
-
-def cores() -> int:
-    """Return the number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def timed(function: Callable[[Job], Any], job: Job) -> Any:

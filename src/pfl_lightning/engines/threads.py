@@ -42,3 +42,21 @@ def is_for_one_thread(net: nn.Module, clients: int = 1) -> bool:
     small = clients * sum(parameter.numel() for parameter in parameters) <= SMALL
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     return small and on_cpu and "OMP_NUM_THREADS" not in os.environ
+
+
+def cores() -> int:
+    """Return the number of cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def divide_cores(processes: int) -> None:
+    """Divide the cores among processes, as the threads of torch, unless ``OMP_NUM_THREADS`` is set.
+
+    Lightning's own way sets the variable, too, and `is_for_one_thread` would take it for the user's: ranks would train
+    small nets in several threads, and end with other bits than a single process.
+
+    Args:
+        processes: number of processes on this machine, at least 1.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // processes))

@@ -8,7 +8,6 @@ Three private methods are overridden, which only a subclass can do:
 * ``LightningCLI._parse_ckpt_path``, by ``PflCLI``: to keep the given settings, which a checkpoint's would replace.
 """
 
-from lightning.fabric.utilities import distributed
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import ParallelStrategy, launchers
 
@@ -28,15 +27,6 @@ def start_ranks(launcher: ScriptLauncher) -> None:
         launcher: the launcher; afterwards ``procs`` has the started processes.
     """
     launcher._call_children_scripts()
-
-
-def limit_threads(processes: int) -> None:
-    """Divide the CPU's cores among processes, as the threads of torch, unless ``OMP_NUM_THREADS`` is set.
-
-    Args:
-        processes: the number of processes on this machine.
-    """
-    distributed._set_num_threads_if_needed(num_processes=processes)
 
 
 def set_launcher(strategy: ParallelStrategy, launcher: ScriptLauncher) -> None:
