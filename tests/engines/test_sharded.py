@@ -155,7 +155,7 @@ def test_the_command_starts_ranks(tmp_path):
 
 @pytest.mark.exhaustive
 def test_two_nodes_give_the_bits_of_one(tmp_path, monkeypatch):
-    # Lightning sets the variable on each node, and a number that a user gives is taken for small nets as well
+    # a number of threads that a user gives holds for a single process and for ranks alike, and would hide a difference
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
     line = f"fit {line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"

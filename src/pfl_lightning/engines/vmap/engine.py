@@ -162,7 +162,8 @@ class Vectorised(Engine):
             # A stack of one client costs time and saves none.
             yield self.sequential.train(jobs[0], layout)
             return
-        outcomes = self._trained_block(jobs, layout, slots)
+        with threads_for(self.module, len(jobs)):
+            outcomes = self._trained_block(jobs, layout, slots)
         if outcomes is not None:
             yield from outcomes
             return
@@ -174,13 +175,12 @@ class Vectorised(Engine):
         try:
             start = time.perf_counter()
             refuse_gradients_of_one(self.module)
-            with threads_for(self.module, len(jobs)):
-                block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
-                self.trainer.train(block, layout, slots)
-                block.seconds = (time.perf_counter() - start) / len(jobs)
-                outcomes = self.block_io.outcomes(jobs, block, layout, slots)
-                # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
-                first = next(outcomes)
+            block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
+            self.trainer.train(block, layout, slots)
+            block.seconds = (time.perf_counter() - start) / len(jobs)
+            outcomes = self.block_io.outcomes(jobs, block, layout, slots)
+            # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
+            first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
             # Returned and not raised: the error's traceback would keep the tensors alive, and a variable here as well.
             return None
@@ -189,7 +189,8 @@ class Vectorised(Engine):
     def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
         """Yield the metrics of a block, or of halves if memory is short."""
         try:
-            metrics = self._measure_block(jobs, layout, slots)
+            with threads_for(self.module, len(jobs)):
+                metrics = self._measure_block(jobs, layout, slots)
         except torch.cuda.OutOfMemoryError:
             halves = self._halves(jobs)
         else:
@@ -206,14 +207,13 @@ class Vectorised(Engine):
         """Return the metrics of the received models; None if the clients can't be evaluated at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
-        with threads_for(self.module, len(jobs)):
-            try:
-                members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
-            # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
-            except Unvectorisable:
-                self.evaluator.usable = False
-                return None
-            return self.evaluator.evaluate(members, entries, slots)
+        try:
+            members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
+        # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
+        except Unvectorisable:
+            self.evaluator.usable = False
+            return None
+        return self.evaluator.evaluate(members, entries, slots)
 
 
 def outputs_of(net: nn.Module, x: Tree) -> list[Any]:
