@@ -626,7 +626,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             client: client id, 0 to num_clients - 1, or one of the `newcomers`.
             split: the split's name.
         """
-        return self.division.clients[client][split].numel()
+        return self.division.sizes[split][client]
 
     @property
     def client_names(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from functools import cached_property
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ class Division:
     names: list[str]
     newcomers: int = 0
     named: frozenset[Split] = frozenset()
+
+    @cached_property
+    def sizes(self) -> dict[Split, list[int]]:
+        """Each client's number of samples, by split."""
+        return {split: [held[split].numel() for held in self.clients] for split in get_args(Split)}
 
 
 def divide(

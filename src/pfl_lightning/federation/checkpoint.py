@@ -81,9 +81,10 @@ def is_storable(record: Any) -> bool:
         return True
     if kind not in DICTS:
         return kind in SEQUENCES and all(map(is_storable, record))
-    # Nearly all keys are texts, which need no call each: a round looks at every client's state.
-    return (VALUES.issuperset(map(type, record)) or all(map(is_storable, record))) and all(
-        map(is_storable, record.values())
+    # A round looks at every client's state, most of which is empty; nearly all keys are texts, which need no call each.
+    return not record or (
+        (VALUES.issuperset(map(type, record)) or all(map(is_storable, record)))
+        and all(map(is_storable, record.values()))
     )
 
 

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -499,7 +500,7 @@ class Federation(LightningModule):
         """
         state, payload = received or self.received(client)
         seed = derive_seed(cast(int, self.seed), "train", self.round, client)
-        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
+        check_entries(payload, client, self.aggregator, self.client)
         # A client with a state has taken part before, and so has received the entries that travel once.
         once = self.aggregator.sends_once
         data, has_once = self.data.client(client), bool(once) and client in self.clients
@@ -573,7 +574,7 @@ class Federation(LightningModule):
                 f"data.new_clients={self.data.new_clients}: aggregator {self.aggregator.name} has no payload for an "
                 "unknown client; take 0, or implement the aggregator's welcome(client, update)."
             ) from error
-        check_entries(payload, client, self.aggregator, self.client.needs, type(self.client).__name__)
+        check_entries(payload, client, self.aggregator, self.client)
         check_payload(payload, client, self.aggregator, self._shared)
         return payload
 
@@ -605,8 +606,10 @@ class Federation(LightningModule):
         """
         # Lightning runs training_step under autocast, which would also change aggregation and optimizer steps; engines
         # enter autocast for forward passes only.
-        on_gpu = self.device.type == "cuda"
-        with isolate_rng(include_cuda=on_gpu), torch.autocast(self.device.type, enabled=False):
+        device = self.device.type
+        # a context that switches off what is off already costs a tenth of a millisecond
+        plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with isolate_rng(include_cuda=device == "cuda"), plain:
             self._run_round(clients)
         self.release_modes()
 
@@ -865,6 +868,7 @@ class Federation(LightningModule):
             sent_before: records of payloads that are counted already, by client id, as in `Plan.sent`.
         """
         listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
+        pools = self.client.pools
         compresses = self.options.compression is not None and not self.data.at_sites
         known: dict[str, Any] | None = None
         size = 0
@@ -877,7 +881,7 @@ class Federation(LightningModule):
                 job = self._earlier_job(client, splits, record)
             if handed:
                 job = job._replace(payload=job.payload | handed)
-            if self.client.pools:
+            if pools:
                 job = job._replace(data=self.data.pooled(client))
             sent = job.travelling
             # Most methods send every client the same tensors; check and measure them once.

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Size, Tensor, dtype
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Outcome
 from pfl_lightning.messages import Message, Row, StateDict
 from pfl_lightning.privacy.secure_sum import Encoding, NoiseShare, SecureSum, Unsummable
@@ -26,7 +27,7 @@ class TrainingDiverged(RuntimeError):
 # Payloads
 
 
-def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: frozenset[str], method: str) -> None:
+def check_entries(payload: Any, client: int, aggregator: Aggregator, module: ClientModule) -> None:
     """Check a payload for an entry of the client module's needs, and for weights if the module needs weights.
 
     Further entries may come in later rounds, such as KT-pFL's targets once clients have answered.
@@ -35,12 +36,14 @@ def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: froz
         payload: the result of `Aggregator.download` or `Aggregator.welcome`.
         client: the client's id.
         aggregator: the aggregator.
-        needs: entries that the client module needs.
-        method: name of the client module, for errors.
+        module: the client module, which names the entries that it needs.
 
     Raises:
         MisconfigurationException: if an entry is missing, or the payload is no dict.
     """
+    needs = module.needs
+    if isinstance(payload, dict) and payload.keys() >= needs:
+        return
     if not isinstance(payload, dict):
         raise MisconfigurationException(
             f"{aggregator.name} gave client {client} a {type(payload).__name__} and no dict of entries; let download "
@@ -48,8 +51,8 @@ def check_entries(payload: Any, client: int, aggregator: Aggregator, needs: froz
         )
     if missing := sorted(needs if not payload else (needs - payload.keys()) & {"weights"}):
         raise MisconfigurationException(
-            f"{aggregator.name} gave client {client} no {' and '.join(missing)}, which {method} needs; let download "
-            "give every client what `sends` names."
+            f"{aggregator.name} gave client {client} no {' and '.join(missing)}, which {type(module).__name__} needs; "
+            "let download give every client what `sends` names."
         )
 
 

@@ -109,14 +109,14 @@ class RowsOptimizer:
             gradient = gradients.get(name)
             leaf.grad = gradient if gradient is None or len(gradient) == self.rows else gradient[rows]
         if left_out is None:
-            take_step(self.optimizer)
+            self._take_step()
             return
         # Every row takes the step, then skipping rows are restored: a mask inside torch's optimizers isn't possible.
         before = [
             (leaf.detach().clone(), {name: value.clone() for name, value in self._by_row(leaf).items()})
             for leaf in self.leaves.values()
         ]
-        take_step(self.optimizer)
+        self._take_step()
         for leaf, (values, kept) in zip(self.leaves.values(), before, strict=True):
             still = left_out[rows].view(-1, *[1] * (leaf.dim() - 1))
             torch.where(still, values, leaf.data, out=leaf.data)
@@ -125,6 +125,12 @@ class RowsOptimizer:
                 # the CPU; multiplying spreads it over the rows without a copy to the device.
                 spread = value if value.dim() else value * still.logical_not()
                 self.optimizer.state[leaf][name] = torch.where(still, kept.get(name, 0), spread)
+
+    def _take_step(self) -> None:
+        """Take torch's step, and let go of the gradients."""
+        take_step(self.optimizer)
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
     def _by_row(self, leaf: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state entries of a parameter with a value per row."""
@@ -141,7 +147,6 @@ class RowsOptimizer:
         if rows == self.rows:
             return
         for leaf in self.leaves.values():
-            leaf.grad = None
             # A shorter view; the stack itself keeps the released rows.
             leaf.data = leaf.data[:rows]
             kept = {name: value[:rows] for name, value in self._by_row(leaf).items()}

@@ -93,6 +93,8 @@ class BlockTrainer:
                 self._clip(gradients, self.work.clip)
             for optimizer in optimizers:
                 optimizer.step(gradients, left_out)
+            # The gradients of the next step take the same memory, which is still in the processor's cache.
+            del gradients
         self._narrow(optimizers, 0, phase, block)
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
