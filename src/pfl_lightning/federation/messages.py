@@ -41,14 +41,14 @@ def check_entries(payload: Any, client: int, aggregator: Aggregator, module: Cli
     Raises:
         MisconfigurationException: if an entry is missing, or the payload is no dict.
     """
-    needs = module.needs
-    if isinstance(payload, dict) and payload.keys() >= needs:
-        return
     if not isinstance(payload, dict):
         raise MisconfigurationException(
             f"{aggregator.name} gave client {client} a {type(payload).__name__} and no dict of entries; let download "
             "return one for every client."
         )
+    needs = module.needs
+    if payload.keys() >= needs:
+        return
     if missing := sorted(needs if not payload else (needs - payload.keys()) & {"weights"}):
         raise MisconfigurationException(
             f"{aggregator.name} gave client {client} no {' and '.join(missing)}, which {type(module).__name__} needs; "
