@@ -370,8 +370,8 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert (table["Ditto"]["over Local"], table["Local"]["over Local"]) == ("+0.00 (0 %)", "-")
     bold = {(method, title) for method, row in table.items() for title, cell in row.items() if cell[:2] == "**"}
     # three methods share the first place of the weighted mean
-    weighted = {(method, "last (weighted)") for method in ("Local", "FedPer", "FedProx")}
-    assert bold == {("FedPer", "last (plain)"), *weighted}
+    weighted = {(method, "last (by sample)") for method in ("Local", "FedPer", "FedProx")}
+    assert bold == {("FedPer", "last (by client)"), *weighted}
     notes = " ".join((OUT / "comparison.md").read_text().split())
     assert "after Holm's correction for 2 comparisons" in notes and notes.count("Reported round") == 1
     latex = (OUT / "comparison.tex").read_text()
@@ -444,7 +444,7 @@ def test_columns_that_are_asked_for(stand_in, capsys):
     assert compare("--table mine.yaml --out runs/compare-Digits") == 0
     lines = (OUT / "comparison.md").read_text().splitlines()
     head, _, *rows = (line.strip("| ").split(" | ") for line in lines[:5])
-    assert head == ["method", "last (weighted)", *asked[1:]]
+    assert head == ["method", "last (by sample)", *asked[1:]]
     # twelve rounds: two of 50 %, and those of 1 to 10 %; at the second client two share the second place
     assert [row[2:] for row in rows] == [
         ["8.00", "15.20", "40.00", "2.00"],
@@ -498,7 +498,7 @@ def test_columns_of_several_rounds_want_as_many(stand_in):
         json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})
     )
     compare("--table mine.yaml --data Digits --out runs/compare-Digits")
-    assert (OUT / "comparison.md").read_text().startswith("| method | last (weighted) |\n")
+    assert (OUT / "comparison.md").read_text().startswith("| method | last (by sample) |\n")
 
 
 # With fit itself
@@ -550,7 +550,7 @@ def test_methods_start_alike(compared):
 def test_the_table_is_there_in_all_forms(compared):
     out = compared / "out"
     text = (out / "comparison.md").read_text()
-    titles = ["method", "best on validation", "last (weighted)", "last (plain)", "best on test", "worst decile"]
+    titles = ["method", "best on validation", "last (by sample)", "last (by client)", "best on test", "worst decile"]
     assert text.startswith(f"| {' | '.join([*titles, 'MiB up', 'MiB down'])} |")
     assert text.endswith("Same partition, cohorts and initial weights for all methods at each seed.\n")
     assert r"\begin{tabular}" in (out / "comparison.tex").read_text()
