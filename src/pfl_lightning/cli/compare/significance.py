@@ -123,8 +123,10 @@ def t_interval(differences: Sequence[float], overlap: float = 0.0) -> tuple[floa
     mean, seeds = fmean(differences), len(differences)
     if seeds < 2 or not any(differences):
         return mean, math.nan, math.nan
-    error = max(stdev(differences), rounding(mean)) * math.sqrt(1 / seeds + overlap)
-    return mean, *student(mean, error, seeds - 1)
+    spread = stdev(differences)
+    # without any spread t would be infinite: the same difference at each seed is common with few test samples
+    spread = spread if spread > 1e-9 * max(map(abs, differences)) else rounding(mean)
+    return mean, *student(mean, spread * math.sqrt(1 / seeds + overlap), seeds - 1)
 
 
 def rounding(mean: float) -> float:
@@ -192,8 +194,9 @@ def two_way_interval(pairs: Mapping[int, Mapping[str, float]]) -> tuple[float, f
     )
     if not any(pair for own in pairs.values() for pair in own.values()):
         return mean, math.nan, math.nan
-    least = rounding(mean) / math.sqrt(freedom + 1)
-    error = math.sqrt(max(least**2, seeds, clients, seeds + clients - count / (count - 1) * single))
+    error = math.sqrt(max(seeds, clients, seeds + clients - count / (count - 1) * single))
+    if error <= 1e-9 * max(abs(pair) for own in pairs.values() for pair in own.values()):
+        error = rounding(mean) / math.sqrt(freedom + 1)
     return mean, *student(mean, error, freedom)
 
 
@@ -251,9 +254,9 @@ def sample_interval(
     # of the variance's parts, each with its own degrees of freedom
     parts = [(of_rows[c], max(1, values.shape[1] - 1)) for c, values in differences.items()]
     parts += [(over_seeds, seeds - 1)] if over_seeds else []
-    least = rounding(mean) / math.sqrt(sum(values.shape[1] for values in differences.values()))
-    if variance <= least**2:
-        return mean, *student(mean, least, sum(freedom for _, freedom in parts))
+    if variance <= 1e-18 * max(float(np.square(values).max()) for values in differences.values()):
+        error = rounding(mean) / math.sqrt(sum(values.shape[1] for values in differences.values()))
+        return mean, *student(mean, error, sum(freedom for _, freedom in parts))
     freedom = sum(part for part, _ in parts) ** 2 / sum(part**2 / freedom for part, freedom in parts)
     return mean, *student(mean, math.sqrt(variance), freedom)
 
