@@ -364,10 +364,10 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert compare("--methods Local FedPer FedProx Ditto --data Digits --seeds 0 1 2") == 0
     table = table_of()
     # 2.484 is t's 97.5 % quantile of two degrees of freedom times 1 / sqrt(3)
-    assert table["FedPer"]["over Local"] == "+21.00 [+18.52, +23.48]* (100 %)"
-    assert table["FedProx"]["over Local"] == "+1.00 [-5.57, +7.57] (67 %)"
+    assert table["FedPer"]["over Local (by client)"] == "+21.00 [+18.52, +23.48]* (100 %)"
+    assert table["FedProx"]["over Local (by client)"] == "+1.00 [-5.57, +7.57] (67 %)"
     # the same difference at each seed has no interval
-    assert (table["Ditto"]["over Local"], table["Local"]["over Local"]) == ("+0.00 (0 %)", "-")
+    assert (table["Ditto"]["over Local (by client)"], table["Local"]["over Local (by client)"]) == ("+0.00 (0 %)", "-")
     bold = {(method, title) for method, row in table.items() for title, cell in row.items() if cell[:2] == "**"}
     # three methods share the first place of the weighted mean
     weighted = {(method, "last (by sample)") for method in ("Local", "FedPer", "FedProx")}
@@ -407,10 +407,10 @@ def test_intervals_hold_for_other_clients_where_these_stay(stand_in):
     line = "--methods FedPer FedAvg --data Digits --seeds 0 1"
     for options, cell in {"": "+30.00 [-97.06, +157.06]", "--interval clients": "+30.00 [-160.59, +220.59]"}.items():
         assert compare(f"{line} {options}") == 0
-        assert table_of()["FedPer"]["over FedAvg"].startswith(cell)
+        assert table_of()["FedPer"]["over FedAvg (by client)"].startswith(cell)
     # each seed has clients of its own
     assert compare("--methods Local FedAvg --data Digits --seeds 0 1 --reference FedAvg --interval clients") == 0
-    assert table_of()["Local"]["over FedAvg"].startswith("+30.00 [-97.06, +157.06]")
+    assert table_of()["Local"]["over FedAvg (by client)"].startswith("+30.00 [-97.06, +157.06]")
     assert "--interval clients needs the same clients" in (OUT / "comparison.md").read_text()
 
 
@@ -430,8 +430,10 @@ def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, optio
     reference, sign = title.removeprefix("over "), 1 if title == "over FedPer" else -1
     other = {"FedPer": "FedAvg", "FedAvg": "FedPer"}[reference]
     row = table_of()
-    assert row[reference][title] == "-" and row[other][title].startswith(f"{15 * sign:+.2f} (")
-    assert [name for name in row[other] if name.startswith("over ")] == [title]
+    titles = [f"{title} (by client)", f"{title} (by sample)"]
+    assert row[reference][titles[0]] == "-" and row[other][titles[0]].startswith(f"{15 * sign:+.2f} (")
+    # the stand-in's two means differ
+    assert [name for name in row[other] if name.startswith("over ")] == titles
 
 
 def test_columns_that_are_asked_for(stand_in, capsys):
