@@ -1,7 +1,9 @@
 """``pfl-lightning compare``: as its user sees it, most of it with a stand-in for ``fit``."""
 
 import json
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -54,14 +56,20 @@ if "by_mu" in plan:
     accuracy = plan["by_mu"][words[words.index("--model.mu") + 1]]
 cell = "" if accuracy is None else accuracy
 (folder / "rounds.csv").write_text(
-    "round,cohort,bytes/up,bytes/down,test/acc\\n"
-    f"1,0 1,1048576,0,{cell}\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell}\\n"
-    + "".join(f"{k},1 2,0,0,{value}\\n" for k, value in enumerate(plan.get("later", []), 3))
+    "round,cohort,bytes/up,bytes/down,test/acc,val/acc_mean\\n"
+    f"1,0 1,1048576,0,{cell},\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell},{plan.get('val', '')}\\n"
+    + "".join(f"{k},1 2,0,0,{value},\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
 names = plan.get("names", [""] * len(tested))
 rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, tested))]
 (folder / "clients.csv").write_text("\\n".join(["client,name,test/acc", *rows, ""]))
+if scores := plan.get("scores"):
+    import numpy as np
+
+    counts = [len(each) for each in scores]
+    test = {"test": np.concatenate(scores).astype("f4"), "test_counts": counts, "test_rows": counts}
+    np.savez(folder / "sample_scores.npz", **test)
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
@@ -386,6 +394,62 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert "| Bremen | +21.00 [+18.52, +23.48] | +1.00 [-5.57, +7.57]" in (OUT / "by_client.md").read_text()
     assert (OUT / "by_client.tex").read_text().count(r"\begin{table}") == 2
     assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
+
+
+def right(*counts):
+    """Scores of clients, each with so many right rows of so many, and the clients' accuracies."""
+    scores = [[1.0] * share + [0.0] * (rows - share) for share, rows in counts]
+    accuracies = [share / rows for share, rows in counts]
+    whole = sum(share for share, _ in counts) / sum(rows for _, rows in counts)
+    return {"scores": scores, "clients": accuracies, "accuracy": whole}
+
+
+def test_intervals_are_over_test_rows_where_all_seeds_share_them_and_both_means_are_told(stand_in):
+    stand_in(
+        Local=right((60, 100), (14, 16)) | {"val": 0.7},
+        # better by sample, and worse by client
+        FedAvg=right((66, 100), (12, 16)) | {"val": 0.6},
+        FedPer=right((70, 100), (14, 16)) | {"val": 0.8},
+    )
+    line = "--methods Local FedAvg FedPer --data Digits --seeds 0 1 2"
+    assert compare(line) == 0
+    table, notes = table_of(), " ".join((OUT / "comparison.md").read_text().split())
+    titles = ["over Local (by client)", "over Local (by sample)"]
+    assert [name for name in table["FedPer"] if name.startswith("over ")] == titles
+    for title, share in zip(titles, (0.5, 100 / 116), strict=True):
+        # ten rows of the hundred differ, the same at each seed: their variance over rows, and none over seeds
+        half = 1.98 * share * math.sqrt(0.1 * 0.9 / 99)
+        mean, low, high = map(float, re.findall(r"[+-][\d.]+", table["FedPer"][title])[:3])
+        assert mean == pytest.approx(10 * share, abs=0.01)
+        assert (low, high) == pytest.approx((mean - 100 * half, mean + 100 * half), abs=0.1)
+    assert "The two means disagree: Local is better than FedAvg by client, and worse by sample." in notes
+    assert "from 3 methods: FedPer." in notes
+    # over seeds the same rows count as certain
+    assert compare(f"{line} --interval seeds") == 0
+    assert "for these test rows alone" in (OUT / "comparison.md").read_text()
+
+
+def test_a_reference_that_validation_prefers_is_no_gain_and_without_validation_nothing_is_chosen(stand_in):
+    methods = ("Local", "FedAvg", "FedPer")
+    for values, words in (((0.8, 0.6, 0.8), "choose Local, the reference"), (("", "", ""), "No row validates")):
+        stand_in(**{name: right((60, 100)) | {"val": value} for name, value in zip(methods, values, strict=True)})
+        out = Path("runs", words.split()[-1])
+        assert compare(f"--methods {' '.join(methods)} --data Digits --out {out}") == 0
+        assert words in " ".join((out / "comparison.md").read_text().split())
+
+
+def test_where_rows_differ_by_seed_or_have_no_scores_intervals_are_over_seeds(stand_in):
+    own = {"Local": 60, "FedAvg": 66}
+    for kind in ("partition", "scores"):
+        plans = {
+            f"{name}_{seed}": right((share + seed, 100)) | ({kind: f"p{seed}"} if kind == "partition" else {kind: None})
+            for name, share in own.items()
+            for seed in (0, 1)
+        }
+        stand_in(**plans)
+        assert compare(f"--methods Local FedAvg --data Digits --seeds 0 1 --interval samples --out runs/{kind}") == 0
+        notes = " ".join(Path(f"runs/{kind}/comparison.md").read_text().split())
+        assert "--interval samples needs scores of the same test rows" in notes and "by Student's t over seeds" in notes
 
 
 @pytest.mark.exhaustive

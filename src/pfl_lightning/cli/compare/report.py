@@ -171,7 +171,7 @@ def write(
         known = max(sum(not isnan(one.half) for one, _ in compared[title].values()) for title in over)
         if known:
             notes.append(STAR.format(count=f"{known} comparisons" if known > 1 else "1 comparison"))
-        elif len(seeds) == 1:
+        elif len(seeds) == 1 and kept != "samples":
             notes.append(ONE_SEED)
         notes += best_of(methods, str(reference), compared, monitor)
     if any(is_target(title) for title in cells[0]):
