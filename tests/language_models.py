@@ -46,9 +46,9 @@ def write_llama(folder: Path, **settings: Any) -> None:
 
 
 def texts(names: Any = None) -> TensorData:
-    """Random texts, of which every third is short and padded on the right."""
+    """Random texts, of which every third is short and padded on the right; names are those of the texts in turn."""
     tokens = torch.randint(0, TOKENS, (TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].clone()
     targets[::3, 7:] = -100
-    clients = torch.arange(TEXTS) % CLIENTS if names is None else [names[i % CLIENTS] for i in range(TEXTS)]
+    clients = torch.arange(TEXTS) % CLIENTS if names is None else [names[i % len(names)] for i in range(TEXTS)]
     return TensorData(tokens[:, :-1], targets, client=clients, task=NextToken(TOKENS), batch_size=4)

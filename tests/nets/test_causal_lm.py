@@ -186,6 +186,15 @@ def test_copies_share_the_base_alone(models):
     assert inside == {id(parameter) for parameter in copy.parameters()}
 
 
+def test_a_client_s_model_stays_what_it_is_while_another_is_looked_at(models):
+    # whose personal net is frozen, and written by the method itself
+    federation, x = fit(client_of(build(models), PFedMe), max_rounds=2), torch.zeros(1, LENGTH, dtype=torch.int64)
+    model = federation.model_of(0).eval()
+    before = model(x)
+    assert not torch.equal(federation.model_of(1).eval()(x), before)
+    assert torch.equal(model(x), before)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_logits_are_the_model_s_with_and_without_a_mask(models, attention):
     net = build(models, attention=attention)((LENGTH,), TOKENS).eval()

@@ -12,7 +12,8 @@ Write the adapters in a checkpoint as folders that peft loads: one for each clie
     pfl-lightning adapters runs/FedAvg-ChatData/version_0/checkpoints/best.ckpt adapters
 
 At a site of a deployment, STATES/3/model.ckpt has those of its client 3. The net is built by the checkpoint's own
-settings, from the same model's folder. A run from Python writes them by
+settings, from the same model's folder. What peft loads has the outputs of the client's model; methods whose models
+no adapters give, such as FedALT, are refused. A run from Python writes them by
 pfl_lightning.client.export_adapters, or by the callback AdapterFolders.
 """
 

@@ -68,8 +68,9 @@ class ClientSettings(TypedDict, total=False):
 class ClientModule(LightningModule):
     """A client of a federation, and the hooks of a method's client side.
 
-    The hooks are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload` and
-    `configure_aggregator`. Without overrides, a client receives a model, trains all of it, and sends all of it back.
+    The hooks are `loss` or `training_step`, `local_phases`, `is_shared`, `is_personal`, `on_download`, `upload`,
+    `configure_aggregator`, and for low-rank adapters `adapter_state`. Without overrides, a client receives a model,
+    trains all of it, and sends all of it back.
 
     **A client is its** ``state_dict``. Engines run many clients through one module, so every entry that a client owns
     is in the ``state_dict``: *shared* (it travels), *personal* (it stays with the client between rounds), or both. What
@@ -429,6 +430,23 @@ class ClientModule(LightningModule):
         The tensors are references. Engine ``vectorised`` returns rows of stacked tensors in their place.
         """
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
+
+    def adapter_state(self) -> StateDict:
+        """Return what the client's folder of adapters has in the place of the net's own adapters; by default nothing.
+
+        The folder, as `save_adapters` and callback `AdapterFolders` write it, is then ``net.adapted``, and
+        ``peft.PeftModel.from_pretrained(base, folder)`` has the outputs of `forward`. An override of `forward` that
+        computes with more than the net's adapters is promised no folder without an override of this hook: it is
+        refused by name. What nobody sees is a net whose own layers add something beside its ``PeftModel``.
+
+        Returns:
+            Adapters by name in the net, such as ``features.0.lora_A.default.weight``. Factors may have another rank
+            than the net's, and each layer keeps the scale of its product.
+
+        Raises:
+            MisconfigurationException: by overrides whose `forward` no folder of peft gives.
+        """
+        return {}
 
     def upload(self, data: ClientData) -> Message:
         """Return the client's update after local training, with an entry for each name in `sends`.

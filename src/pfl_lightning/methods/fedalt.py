@@ -35,7 +35,8 @@ class FedALT(FedIT):
 
     Factors and router are computed together, as one adapter of 2 r + 2 rows, so that no layer changes. In a convolution
     the router is a kernel of the shape of A, and mixes at each place. With dropout in the adapters the router sees
-    inputs with dropout, and those of the official code don't.
+    inputs with dropout, and those of the official code don't. What the router mixes is no adapter of ``peft``:
+    `AdapterFolders` and ``pfl-lightning adapters`` refuse the method.
 
     Source: Bian et al., 2026 (https://arxiv.org/abs/2503.11880); jmbian/FedALT@8be3dde.
 
@@ -84,6 +85,17 @@ class FedALT(FedIT):
         with self.routed():
             outputs: Tensor = functional_call(self.net, self.both(), (x,))
         return outputs
+
+    def adapter_state(self) -> StateDict:
+        """Refuse folders of adapters, which have no router.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(
+            "model=FedALT mixes two adapters anew for each token, which no folder of adapters can do; take "
+            "FedALT.load_from_checkpoint(path, client=...), or train another method, such as FedDPA."
+        )
 
     def both(self) -> StateDict:
         """Return each layer's router and both adapters as one adapter, by name in the net."""

@@ -28,9 +28,10 @@ class FedDPA(FedIT):
     adapters never leave the client; they begin with a random :math:`A_k` and :math:`B_k = 0`. Until they are trained,
     the received model predicts. What else the net trains belongs to the common part.
 
-    Two adapters are one of twice the rank, which is how they are computed: no layer changes, and any net with adapters
-    will do. With dropout in the adapters both have the same mask. At prediction the paper chooses the weight of each
-    prompt anew, by its likeness to the client's training prompts; here a is the same for all.
+    Two adapters are one of twice the rank, which is how they are computed, and how folders of adapters have them: no
+    layer changes, and any net with adapters will do. With dropout in the adapters both have the same mask. At
+    prediction the paper chooses the weight of each prompt anew, by its likeness to the client's training prompts; here
+    a is the same for all.
 
     Source: Yang et al., 2024 (https://arxiv.org/abs/2403.19211); Lydia-yang/FedDPA@cf638c1, which counts clients
     equally.
@@ -97,6 +98,10 @@ class FedDPA(FedIT):
             return super().forward(x)
         outputs: Tensor = functional_call(self.net, self.both(self.local_weight * self.has_own), (x,))
         return outputs
+
+    def adapter_state(self) -> StateDict:
+        """Return both adapters as one of twice the rank, once the client has trained its own."""
+        return self.both(self.local_weight) if self.local_weight and self.has_own else super().adapter_state()
 
     def upload(self, data: ClientData) -> Message:
         """Return the update of the common adapters, and note the training of the client's own."""

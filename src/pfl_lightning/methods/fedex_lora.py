@@ -32,9 +32,11 @@ class FedExLoRA(FedIT):
     use. The frozen weights themselves stay one copy for all clients. Engine ``vectorised`` holds an R for each client
     of a block.
 
-    An adapter alone no longer describes the model: whoever takes it out of the federation needs R too. The official
-    code adds the residual's transpose, which is right for GPT-2's Conv1D alone; here a layer has its own orientation.
-    Takes the arguments of `FedAvg`.
+    The net's adapters alone are not the model. A client's folder of adapters has factors of :math:`R + s B A`, whose
+    rank grows with rounds and clients up to the layer's, and then takes as much room as the layer or more. Beside
+    weights of half precision its outputs differ from the client's by the rounding of :math:`W_0 + R`. The official code
+    adds the residual's transpose, which is right for GPT-2's Conv1D alone; here a layer has its own orientation. Takes
+    the arguments of `FedAvg`.
     Source: Singhal et al., 2024 (https://arxiv.org/abs/2410.09432), with its official code.
 
     Raises:
@@ -78,6 +80,28 @@ class FedExLoRA(FedIT):
         """Return the outputs by the corrected weights."""
         outputs: Tensor = functional_call(self.net, self.corrected(), (x,))
         return outputs
+
+    def adapter_state(self) -> StateDict:
+        r"""Return factors of all that is added to a layer, :math:`R + s B A`, whose rank may be that of the layer.
+
+        They are of a singular value decomposition in float64, without values that are rounding in the residual's type.
+        """
+        own, residuals, state = dict(self.net.named_parameters()), self.residual.tensors(), {}
+        for pair in pairs(self.state_dict()):
+            # of several adapters of a layer, the first has the residual
+            added = residuals.pop(pair.layer.removeprefix("net."), None)
+            if added is None or not added.any():
+                continue
+            a, b = (name.removeprefix("net.") for name in (pair.a, pair.b))
+            first, second = (own[name].detach().to(CPU).double().flatten(1) for name in (a, b))
+            matrix = (added.T if pair.is_transposed(self) else added).to(CPU).double().flatten(1)
+            u, s, v = torch.linalg.svd(matrix / pair.scale(self) + second @ first, full_matrices=False)
+            # each entry of the residual was rounded, by this share of it at most
+            rank = max(1, int((s > torch.finfo(added.dtype).eps * torch.linalg.vector_norm(s)).sum()))
+            # kernels of convolutions have further dimensions
+            state[a] = v[:rank].reshape(rank, *own[a].shape[1:]).to(own[a])
+            state[b] = (u * s)[:, :rank].reshape(-1, rank, *own[b].shape[2:]).to(own[b])
+        return state
 
     def configure_aggregator(self) -> Aggregator:
         """Return the mean with residuals."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.copies import add_copy
 
 
@@ -37,6 +37,10 @@ class PersonalNet(ClientModule):
         """Return the outputs of the personal net, or of the received one before the first training."""
         logits: Tensor = (self.personal if self.has_personal else self.net)(x)
         return logits
+
+    def adapter_state(self) -> StateDict:
+        """Return the adapters of the personal net, or nothing before the first training."""
+        return dict(self.personal.named_parameters()) if self.has_personal else {}
 
     def upload(self, data: ClientData) -> Message:
         """Return the update of the shared net, and note the training."""

@@ -95,6 +95,7 @@ class CausalLM(Net):
         # past nn.Module: as a submodule it would give each entry of the `state_dict` a second name
         vars(self)["adapted"] = adapted
         self.settings = {"lora": lora, "dtype": dtype, "quantize": quantize}
+        self.base = frozenset(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
         check_head(self, loaded, model)
 
     def extra_repr(self) -> str:
@@ -103,7 +104,9 @@ class CausalLM(Net):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CausalLM":
         """Return a copy with adapters of its own and the same frozen weights."""
-        memo.update({id(parameter): parameter for parameter in self.parameters() if not parameter.requires_grad})
+        # by name too: a method may freeze adapters, such as those of a copy that it writes itself
+        kept = {name: p for name, p in self.named_parameters() if name in self.base and not p.requires_grad}
+        memo.update({id(parameter): parameter for parameter in kept.values()})
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
         vars(copy).update(deepcopy(vars(self), memo))

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from command import QUIET, pfl
+from command import QUIET, pfl, refusal
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, ChatData
 
 transformers = pytest.importorskip("transformers", reason="needs the extra lm")
@@ -260,21 +262,42 @@ def test_a_line_that_is_no_json_is_told_by_its_number(tokenizer, tmp_path):
         loaded(tmp_path / "rows.jsonl", tokenizer)
 
 
-def test_a_command_writes_the_adapters_of_a_run_of_the_command_line(tokenizer, tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft", reason="needs the extra lm")
-    monkeypatch.chdir(tmp_path)
+def fitted(method, tokenizer, rounds):
+    """The last checkpoint of a run of the command line in the working folder, on a tiny model."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
     tokenizer.save_pretrained("model")
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in 4 * ROWS))
-    net = "--model FedAvg --model.net CausalLM --model.net.model model --model.optimizer AdamW"
+    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in 4 * ROWS))
+    net = f"--model {method} --model.net CausalLM --model.net.model model --model.optimizer AdamW"
     data = "--data ChatData --data.path chats.jsonl --data.tokenizer model --data.max_length 24"
-    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds 1 {QUIET}")
-    (checkpoint,) = tmp_path.glob("runs/*/*/checkpoints/last.ckpt")
+    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds {rounds} {QUIET}")
+    (checkpoint,) = Path("runs").glob("*/*/checkpoints/last.ckpt")
+    return checkpoint
+
+
+@pytest.mark.parametrize(("method", "rounds", "rank"), [("FedAvg", 1, 8), ("FedDPA", 2, 16)])
+def test_a_command_writes_the_adapters_of_a_run_of_the_command_line(
+    tokenizer, tmp_path, monkeypatch, method, rounds, rank
+):
+    peft = pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = fitted(method, tokenizer, rounds)
     with pytest.raises(SystemExit) as ended:
         pfl(f"adapters {checkpoint} adapters")
     assert not ended.value.code
-    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {"Bonn", "Ulm", "global"}
-    base = transformers.AutoModelForCausalLM.from_pretrained("model")
-    assert peft.PeftModel.from_pretrained(base, "adapters/Bonn").peft_config["default"].r == 8
+    assert {path.name for path in Path("adapters").iterdir()} == {"Bonn", "Ulm", "global"}
+    base = transformers.AutoModelForCausalLM.from_pretrained("model", attn_implementation="sdpa")
+    loaded = peft.PeftModel.from_pretrained(base, "adapters/Bonn").eval()
+    assert loaded.peft_config["default"].r == rank
+    x = torch.tensor([numbers(WHOLE)])
+    expected = ClientModule.load_from_checkpoint(checkpoint, client="Bonn").eval()(x)
+    torch.testing.assert_close(loaded(input_ids=x).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_a_command_refuses_a_method_whose_models_are_no_adapters(tokenizer, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = fitted("FedALT", tokenizer, 1)
+    assert refusal(f"adapters {checkpoint} adapters", capsys).startswith("model=FedALT ")
+    assert not Path("adapters").exists()
