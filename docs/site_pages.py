@@ -175,6 +175,7 @@ def section(method: Method, row: dict[str, str]) -> str:
     """Return the picture of a method's idea, how it is run, its traffic, and where its results are."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
+    rest = ("weighs by samples", "needs", "different nets")
     config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
         ideas.picture(method.name, row),
@@ -182,8 +183,8 @@ def section(method: Method, row: dict[str, str]) -> str:
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
         f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
         f"```yaml\n{config.read_text()}```\n",
-        "| up | down | stays with the client | needs | different nets |\n| --- | --- | --- | --- | --- |",
-        "| " + " | ".join(row[key] for key in ("up", "down", "stays", "needs", "different nets")) + " |\n",
+        "| up | down | stays with the client | weighs by samples | needs | different nets |\n" + "| --- " * 6 + "|",
+        "| " + " | ".join(row[key] for key in ("up", "down", "stays", *rest)) + " |\n",
         "In multiples of the model's bytes; see [all methods](../methods.md).\n",
     ]
     if method.file in LEDGER:

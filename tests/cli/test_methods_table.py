@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
 from pfl_lightning import WeightedAverage, aggregators, methods
+from pfl_lightning.aggregators import client_weights
 from pfl_lightning.cli.measuring import CLIENTS, describe, net_of, quiet, works
 from pfl_lightning.cli.methods_table import FORMATS, NOTE, STORED, stored
 from pfl_lightning.messages import digest
@@ -118,6 +119,36 @@ def test_what_travels_and_stays_is_measured(rows):
     assert (by_name["FedAvg"]["different nets"], by_name["FedProto"]["different nets"]) == ("no", "yes")
     assert "class counts" in by_name["FedDisco"]["needs"] and "server" in by_name["FedLAW"]["needs"]
     assert not any("participation" in column for column in by_name["FedAvg"])
+
+
+class Equal(WeightedAverage):
+    def __init__(self):
+        super().__init__(weighting="uniform")
+
+
+class AtFirst(Equal):
+    """Weighs by samples in the first round alone."""
+
+    def aggregate(self, updates, round):
+        if updates:
+            self.average(updates, client_weights(updates, "samples" if round == 0 else "uniform"))
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("method", "weighs"),
+    [
+        (Method("FedAvg", FedAvg), "yes"),
+        (Method("AtFirst", FedAvg, AtFirst), "yes"),
+        (Method("FedProto", methods.FedProto), "yes"),
+        (Method("Equal", FedAvg, Equal), "no"),
+        (Method("SCAFFOLD", methods.ControlVariates), "no"),
+        (Method("Local", methods.Local), ""),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_servers_that_weigh_by_samples_are_found_by_measuring(method, weighs):
+    assert row(method)["weighs by samples"] == weighs
 
 
 def test_who_sends_vectors_by_class_shows_its_classes(rows):

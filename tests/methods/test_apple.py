@@ -81,7 +81,7 @@ def test_t12_with_its_own_core_alone_and_no_relationships_learnt_it_is_local_bit
 def test_learning_relationships_changes_the_weights():
     fixed, learnt = (fit(make_client(partial(APPLE, rho_lr=lr))) for lr in (0.0, 0.1))
     assert not any(equal(nets(fixed)[k], nets(learnt)[k]) for k in range(4))
-    assert torch.equal(rho(fixed, 0), fixed.federation.aggregator.state["shares"])
+    assert torch.equal(rho(fixed, 0), fixed.federation.aggregator.download(0)["shares"])
     assert not torch.equal(rho(learnt, 0), rho(fixed, 0))
 
 
@@ -232,7 +232,7 @@ def test_first_relationships(settings, first):
 def test_p_is_by_training_samples():
     run = fit(make_client(APPLE), max_rounds=1)
     n = torch.tensor([float(run.data.size(k, "train")) for k in range(4)])
-    torch.testing.assert_close(run.federation.aggregator.state["shares"], n / n.sum())
+    torch.testing.assert_close(run.federation.aggregator.download(0)["shares"], n / n.sum())
 
 
 def test_relationships_have_a_learning_rate_of_their_own_and_follow_the_schedule():

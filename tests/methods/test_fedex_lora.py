@@ -34,7 +34,7 @@ def test_the_first_round_has_fedits_adapters_and_the_residual_makes_the_mean_exa
     for pair in pairs(run.weights):
         assert torch.equal(run.weights[pair.a], fedit.weights[pair.a])
         each = [layers(run.model, u["weights"])[pair] for u in spy.updates[0].values()]
-        torch.testing.assert_close(layers(run.model, run.weights)[pair], sum(each) / len(each), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(layers(run.model, run.weights)[pair], sum(each) / len(each), rtol=1e-14, atol=1e-14)
     assert run.rows[0]["server/product_error"] == pytest.approx(fedit.rows[0]["server/product_error"])
 
 

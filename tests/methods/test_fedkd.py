@@ -128,6 +128,25 @@ def test_the_server_by_hand_cuts_the_mean_of_the_changes():
     assert server.aggregate({}, 1) == {} and server.state == before
 
 
+def test_the_student_of_float64_changes_is_float64():
+    model = make_client(FedKD, net=big)
+    server = set_up(LowRankAverage(0.5, 0.5), model)
+    x, changes = {}, {}
+    for name, received in model.received.tensors().items():
+        x[name] = server.state["weights"][name].double()
+        changes[name] = [torch.randn(received.shape, dtype=torch.float64) for _ in range(2)]
+    rest = {name: t.double() for name, t in server.state["weights"].items() if name not in x}
+    updates = {
+        client: {"factors": {name: cut(each[client], 0.5) for name, each in changes.items()}, "rest": rest}
+        for client in range(2)
+    }
+    server.aggregate(updates, 0)
+    for name, each in changes.items():
+        mean = sum(joined(cut(change, 0.5)) for change in each) / 2
+        expected = x[name] + joined(cut(mean, 0.5)).view(x[name].shape)
+        torch.testing.assert_close(server.state["weights"][name], expected, rtol=1e-13, atol=1e-13)
+
+
 def test_a_client_whose_factors_have_no_product_is_left_out():
     model = make_client(FedKD, net=big)
     server = set_up(LowRankAverage(0.5, 0.5), model)

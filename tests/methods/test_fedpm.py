@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from federations import FEATURES, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy, points, set_up
 from pfl_lightning.aggregators import BetaMean
@@ -123,13 +123,36 @@ def test_sure_scores_give_the_net_with_its_weights():
     assert all(unpacked(bits, model.scores[name].numel()).all() for name, bits in sent.items())
 
 
-def test_masks_differ_by_client_and_round():
-    model = make_client(FedPM)
-    sent = []
-    for client, number in ((0, 0), (1, 0), (0, 1), (0, 0)):
-        model.client_id, model.round = client, number
-        sent.append(model.upload(None))
-    assert not equal(sent[0], sent[1]) and not equal(sent[0], sent[2]) and equal(sent[0], sent[3])
+def sent(seed, **settings):
+    """Each client's masks by round, of scores that are the same for all seeds and never trained."""
+    model, spy = make_client(FedPM, optimizer=partial(SGD, lr=0.0)), Spy()
+    torch.manual_seed(seed)
+    fit(model, callbacks=[spy], max_rounds=2, **settings)
+    return [[update["masks"] for _, update in sorted(updates.items())] for updates in spy.updates]
+
+
+def test_masks_differ_by_seed_round_and_client():
+    first, second = sent(3)
+    masks = [*first, *second, *sent(4)[0]]
+    # theta is the same in the first round, and so draws alone differ
+    assert not any(equal(one, other) for at, one in enumerate(masks) for other in masks[:at])
+    bits = [unpacked(each[W], 5 * FEATURES) for each in (*first, *masks[-4:])]
+    # by chance alone two draws are equal at 0.5 to 0.7 of the places
+    assert torch.stack([a == b for a, b in zip(bits[:4], bits[4:], strict=True)]).float().mean() < 0.8
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "processes"])
+def test_masks_are_the_same_under_each_engine(engine):
+    assert equal(sent(3), sent(3, engine=engine))
+
+
+def test_scores_are_float64_with_64_true():
+    spy = Spy()
+    run = fit(make_client(FedPM, optimizer=LARGE), callbacks=[spy], max_rounds=1, precision="64-true")
+    for name, score in run.model.scores.items():
+        bits = [unpacked(update["masks"][name], score.numel()) for update in spy.updates[0].values()]
+        theta = 0.01 + 0.98 * torch.stack(bits).double().mean(0).reshape(score.shape)
+        torch.testing.assert_close(run.weights[f"scores.{name}"], (theta / (1 - theta)).log(), rtol=1e-14, atol=1e-14)
 
 
 def test_what_the_net_has_frozen_has_no_score():

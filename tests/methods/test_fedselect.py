@@ -73,6 +73,13 @@ def test_masks_grow_from_the_second_round_on_and_biases_stay_shared():
     assert float(personal[0][f"mask.{W.replace('.', '/')}"].float().mean()) == pytest.approx(14 / 30, abs=0.01)
 
 
+def test_with_the_bound_at_1_a_tensor_becomes_personal_as_a_whole_and_stays_so():
+    run, _, personal = after(4, bound=1, rate=1.0)
+    for own in personal.values():
+        assert own[f"mask.{W.replace('.', '/')}"].all() and not own["mask.features/0/bias"].any()
+    assert run.rows[-1]["clients_diverged"] == 0
+
+
 def test_new_personal_entries_begin_at_the_mean_and_stay_apart_from_then_on():
     run, spy, personal = after(2)
     name = W.replace(".", "/")
@@ -125,6 +132,19 @@ def test_the_server_averages_over_the_clients_that_share_an_entry():
     assert logs["personal"] == pytest.approx(float(personal.float().mean()))
     before = dict(server.state)
     assert server.aggregate({}, 1) == {} and server.state == before
+
+
+def test_the_first_mean_of_float64_uploads_is_float64():
+    model = make_client(FedSelect, net=plain)
+    server = set_up(MaskedAverage(), model)
+    updates = {client: drawn_update(model.double(), client) for client in (0, 2, 3)}
+    for update in updates.values():
+        none = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update["weights"].items()}
+        update["masks"] = {name.removeprefix("net."): packed(mask) for name, mask in none.items()}
+    server.aggregate(updates, 0)
+    for name, mean in server.state["weights"].items():
+        expected = sum(update["weights"][name] for update in updates.values()) / 3
+        torch.testing.assert_close(mean, expected, rtol=1e-14, atol=1e-14)
 
 
 def test_running_statistics_stay_and_clients_differ():

@@ -142,6 +142,23 @@ def test_scores_are_distances_along_the_components():
     assert (scores.square().sum(0).diff() < 0).all()
 
 
+@pytest.mark.parametrize("tau", [1, 2])
+def test_points_of_float64_uploads_are_float64(tau):
+    model = make_client(FLOCO, endpoints=3)
+    server = set_up(SubregionAverage(tau), model)
+    name = f"{LAYER}.weight"
+    # all but the last client take part in the first round alone
+    x, rounds, changes = server.state["weights"][name].double(), [(0, 1, 2, 3), (3,)][:tau], {}
+    for number, clients in enumerate(rounds):
+        updates = {client: drawn_update(model.double(), client + number) for client in clients}
+        changes |= {k: (update["weights"][name] - x).flatten() for k, update in updates.items()}
+        server.aggregate(updates, number)
+        x = server.state["weights"][name]
+    expected = by_hand(torch.stack([*changes.values()]), 3)
+    for client in range(4):
+        torch.testing.assert_close(server.download(client)["centre"], expected[client], rtol=1e-12, atol=1e-12)
+
+
 def test_one_endpoint_is_fedavg_bit_for_bit():
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     runs = [

@@ -53,6 +53,16 @@ def test_equal_clients_merge_the_adapter_of_one():
         torch.testing.assert_close(server.state["weights"][residual_of(pair)], merged)
 
 
+def test_residuals_of_float64_uploads_are_float64():
+    model = make_client(FLoRA)
+    server = set_up(StackedAverage("uniform"), model)
+    updates = {client: drawn_update(model.double(), client) for client in (0, 3)}
+    server.aggregate(updates, 0)
+    for pair in server.scales:
+        merged = 0.75 * sum(update["weights"][pair.b] @ update["weights"][pair.a] for update in updates.values())
+        torch.testing.assert_close(server.state["weights"][residual_of(pair)], merged, rtol=1e-14, atol=1e-14)
+
+
 def test_the_engines_agree_and_it_learns():
     make = partial(make_client, partial(FLoRA, ranks=[1, 2]), net=noisy)
     alone, together = (fit(make(), engine=engine) for engine in ("sequential", "vectorised"))

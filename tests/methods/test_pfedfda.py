@@ -11,6 +11,7 @@ from federations import (
     blobs,
     check_order_and_resume,
     drawn_update,
+    equal,
     fit,
     make_client,
     near,
@@ -19,7 +20,7 @@ from federations import (
     set_up,
 )
 from pfl_lightning.aggregators import FeatureStatistics
-from pfl_lightning.methods import PFedFDA
+from pfl_lightning.methods import PFedFDA, pfedfda
 from pfl_lightning.methods.pfedfda import best_betas, discriminant, statistics
 from pfl_lightning.nets import Net
 from pfl_lightning.seeds import derive_seed
@@ -121,6 +122,27 @@ def test_a_step_by_hand():
     torch.testing.assert_close(model.training_step((x, y), 0)["loss"], expected)
     # without samples, a client that has never trained predicts by the server's statistics
     torch.testing.assert_close(model(x), model.net.features(x) @ w.T + b)
+
+
+def seeds_of_halves(seed, monkeypatch, **settings):
+    """The seeds of all halves that are drawn in two rounds, and in the evaluation of the last model."""
+    seeds, model = [], make_client(PFedFDA)
+    monkeypatch.setattr(pfedfda, "best_betas", lambda *args: (seeds.append(args[-1]), (0.5, 0.5))[1])
+    torch.manual_seed(seed)
+    fit(model, max_rounds=2, limit_val_batches=0, **settings)
+    return seeds
+
+
+def test_halves_differ_by_seed_round_and_client_and_not_by_engine(monkeypatch):
+    one, other = (seeds_of_halves(seed, monkeypatch) for seed in (3, 4))
+    assert len({*one, *other}) == len(one) + len(other) == 2 * 3 * 4
+    assert {*one} == {*seeds_of_halves(3, monkeypatch, engine="vectorised")}
+
+
+def test_statistics_are_the_same_under_each_engine():
+    runs = [fit(make_client(PFedFDA), max_rounds=2, engine=name) for name in ("sequential", "vectorised", "processes")]
+    ends = [run.federation.aggregator.download(0) for run in runs]
+    assert equal(ends[0], ends[2]) and near(ends[0], ends[1])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

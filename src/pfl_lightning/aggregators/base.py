@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
@@ -42,6 +43,14 @@ class Server:
     sampling: Sampling | None = None
     deployed: bool = False
     summed: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the server computes for its clients: theirs, or float32 where theirs has fewer digits.
+
+        Ask for it in each round: before the first one the module, as `weights`, is float32 also with precision=64-true.
+        """
+        return torch.promote_types(cast(torch.dtype, self.module.dtype), torch.float32)
 
     def parameter_names(self, remove_duplicate: bool = True) -> list[str]:
         """Return the names of the shared parameters: the entries of `weights` without buffers.

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -14,11 +15,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import SGD
 
+from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Pathological, Samples, Split
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.messages import Updates, digest, num_bytes
+from pfl_lightning.messages import Updates, detached, digest, num_bytes
 from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import CNN, MLP, Adapted, CifarResNet
@@ -72,11 +74,14 @@ class Crowd(FederatedDataModule):
 
 
 class Traffic(FederatedCallback):
-    """Record the entries of the last round's payloads and updates, and if updates reveal a client's classes."""
+    """Record the last round's entries, if updates reveal a client's classes, and if the server weighs by samples."""
 
     up: list[str]
     down: list[str]
     classes: bool
+
+    def __init__(self) -> None:
+        self.weighs: set[str] = set()
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Record the payload's entries, except entries sent once per run."""
@@ -87,6 +92,51 @@ class Traffic(FederatedCallback):
         self.up = list(updates[min(updates)])
         held = {client: federation.data.client(client).class_counts.nonzero().flatten().tolist() for client in updates}
         self.classes = all(shows(update, set(held[client])) for client, update in updates.items())
+        # in each round, as a server may do so in the first alone
+        self.weighs.add(weighs_by_samples(federation.aggregator, updates, federation.round))
+
+
+def weighs_by_samples(aggregator: Aggregator, updates: Updates, round: int) -> str:
+    """Return "yes" if a server sends something else once a client reports more samples, and all else is the same.
+
+    Else return "no", or nothing if the server takes nothing of updates at all.
+
+    Args:
+        aggregator: the server before it takes the updates; its state is the same afterwards.
+        updates: the updates.
+        round: the round's number, from 0.
+    """
+    before = aggregator.state
+
+    def after(given: Updates) -> str:
+        aggregator.state = deepcopy(before)
+        with isolate_rng():
+            aggregator.aggregate(detached(given), round)
+        sent = [aggregator.download(client) for client in range(CLIENTS)]
+        return digest([sent, aggregator.global_model()])
+
+    # the largest, as a count of all samples or of those of a class may be 0
+    client = max(updates, key=lambda client: int(updates[client].get("num_samples", 0)))
+    found = after(updates), after({**updates, client: multiplied(updates[client])}), after({})
+    aggregator.state = before
+    if found[0] == found[2]:
+        return ""
+    return "no" if found[0] == found[1] else "yes"
+
+
+def multiplied(sent: Any, inside: str = "") -> Any:
+    """Return an update, or a part of one, that reports three times as many samples, in all and of each class.
+
+    >>> multiplied({"num_samples": torch.tensor(4), "weights": {"steps": torch.tensor(4)}})
+    {'num_samples': tensor(12), 'weights': {'steps': tensor(4)}}
+
+    Args:
+        sent: the update.
+        inside: the name of the entry that has the part.
+    """
+    if isinstance(sent, Mapping):
+        return {name: multiplied(part, name if isinstance(name, str) else inside) for name, part in sent.items()}
+    return 3 * sent if inside in ("num_samples", "class_counts", "count") else sent
 
 
 def shows(sent: Any, classes: set[int]) -> bool:
@@ -187,6 +237,7 @@ def describe(method: Method) -> dict[str, str]:
         "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, traffic.up),
         "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + own * " of its own",
         "stays": amount(num_bytes(personal) / model, parts),
+        "weighs by samples": max(traffic.weighs, key=("", "no", "yes").index),
         "needs": ", ".join(name for name, needed in needs.items() if needed),
         "different nets": works(method, bodies, max_rounds=2),
     }

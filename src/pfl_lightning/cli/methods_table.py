@@ -20,9 +20,11 @@ Measured in the second round of 4 clients that all take part, with default setti
 (FedBN: CifarResNet, for its BatchNorm layers; methods of adapters: Adapted, the CNN with frozen features and
 adapters of rank 8). Up and down: what a client sends and receives per round. Stays:
 what a client keeps between rounds. All three are in bytes, as multiples of the model's. "Of its own": clients
-receive different payloads. Needs, "classes": updates show which classes a client holds; "class counts": also
-how many samples of each. Different nets: clients may have nets with different bodies, if their features have
-one width. With every method, clients may miss rounds."""
+receive different payloads. Weighs by samples, with default settings: "yes" if a client that reports more
+samples, and else sends the same, changes what the server sends; "no" if clients count alike, or by another
+rule. Needs, "classes": updates show which classes a client holds; "class counts": also how many samples of
+each. Different nets: clients may have nets with different bodies, if their features have one width. With every
+method, clients may miss rounds."""
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -69,9 +69,8 @@ class AdaptiveProximal(WeightedAverage):
     equal loss. A loss that isn't finite changes nothing. L is the mean of the round's clients' losses at the received
     model, weighted as their models. Where few clients take part it changes with the cohort too.
 
-    FL4Health compares mean losses during local training, which it weights equally by default. The paper starts with
-    :math:`\mu` at 1 on equally distributed data and at 0 on others, to show that either start recovers (from memory of
-    its appendix, whose text was not at hand).
+    Rule, start, step and patience are those of FL4Health's ``strategies/fedavg_with_adaptive_constraint.py``, which
+    compares mean losses during local training, weighted equally by default.
     Source: Li et al., 2020 (https://arxiv.org/abs/1812.06127); VectorInstitute/FL4Health@ce141b9.
 
     Args:
@@ -101,6 +100,7 @@ class AdaptiveProximal(WeightedAverage):
     def setup(self, server: Server) -> None:
         """Start from the common initial model, without a loss to compare with."""
         super().setup(server)
+        self.server = server
         self.state |= {"mu": self.mu, "falls": 0, "loss": math.inf}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
@@ -133,4 +133,4 @@ class AdaptiveProximal(WeightedAverage):
 
     def download(self, client: int) -> Message:
         r"""Return the global model and :math:`\mu`."""
-        return super().download(client) | {"mu": torch.tensor(self.state["mu"])}
+        return super().download(client) | {"mu": torch.tensor(self.state["mu"], dtype=self.server.dtype)}

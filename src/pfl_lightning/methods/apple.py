@@ -204,16 +204,16 @@ class CorePool(ModelPool):
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every client."""
-        self.data, clients = server.data, range(server.num_clients)
+        self.server, clients = server, range(server.num_clients)
         n = torch.tensor([server.data.size(client, "train") for client in clients], dtype=torch.float64)
-        self.state |= {"models": dict.fromkeys(clients, server.weights), "shares": (n / n.sum()).float()}
+        self.state |= {"models": dict.fromkeys(clients, server.weights), "shares": n / n.sum()}
 
     def download(self, client: int) -> Message:
         """Return the cores by client id, and p ``[M]``."""
-        return super().download(client) | {"shares": self.state["shares"]}
+        return super().download(client) | {"shares": self.state["shares"].to(self.server.dtype)}
 
     def welcome(self, client: int, update: Message | None) -> Message:
         """Return all cores, and p ``[M + 1]`` with the newcomer in the last place."""
-        sizes = [self.data.size(each, "train") for each in (*self.state["models"], client)]
+        sizes = [self.server.data.size(each, "train") for each in (*self.state["models"], client)]
         n = torch.tensor(sizes, dtype=torch.float64)
-        return {"models": self.state["models"], "shares": (n / n.sum()).float()}
+        return {"models": self.state["models"], "shares": (n / n.sum()).to(self.server.dtype)}

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting
 from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, Updates
+from pfl_lightning.messages import Message, Updates, promoted
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedgh import fit_classifier
 from pfl_lightning.methods.server_optimizer import server_optimizer
@@ -61,8 +61,9 @@ class CCVR(FedAvg):
             data: the client's data.
         """
         chunks = [(self.net.features(x), y) for x, y in data.train.chunks()]
+        features = torch.cat([features for features, _ in chunks])
         # on the CPU in float64: squares of many samples are summed
-        h = torch.cat([features for features, _ in chunks]).cpu().double()
+        h, sent = features.cpu().double(), promoted(features)
         y = torch.cat([target for _, target in chunks]).cpu()
         found = {}
         for c in data.classes:
@@ -70,8 +71,8 @@ class CCVR(FedAvg):
             centred = own - own.mean(0)
             found[c] = {
                 "count": torch.tensor(len(own)),
-                "mean": own.mean(0).float(),
-                "scatter": (centred.T @ centred).float(),
+                "mean": own.mean(0).to(sent),
+                "scatter": (centred.T @ centred).to(sent),
             }
         return found
 
@@ -151,6 +152,7 @@ class VirtualFeatures(WeightedAverage):
         features, target = self.drawn(pooled(reports), generator)
         if not len(target):
             return {}
+        features = features.to(self.server.dtype)
         head = {name: tensor for name, tensor in self.state["weights"].items() if in_classifier(name)}
         trained, loss = fit_classifier(
             self.server.module, head, self.names, features, target, self.optimizer, self.passes, generator
@@ -171,7 +173,7 @@ class VirtualFeatures(WeightedAverage):
             values, vectors = torch.linalg.eigh(covariance)
             noise = torch.randn(self.virtual, len(mean), generator=generator, dtype=mean.dtype)
             # the symmetric root, in which the signs of eigenvectors don't matter
-            features.append((mean + noise @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T).float())
+            features.append(mean + noise @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T)
             target.append(torch.full((self.virtual,), c))
         # the empty ones only stand for no class at all
         return torch.cat(features[1:] or features), torch.cat(target)

@@ -26,9 +26,11 @@ class FedAsync(WeightedAverage):
     same round, as of a larger buffer or without a clock, are mixed in one after another, by their times of arrival and
     then by id, each with its staleness at the beginning of the round. Running statistics are mixed as weights, and
     counters take the maximum. For the same number of updates it ends below `FedAvg` where clients are unlike, as with
-    few classes each: the model leans to the last clients, and to fast ones. The paper's text was not at hand: rules and
-    the names of a and b are as in other implementations of it, and so are the defaults.
-    Source: Xie, Koyejo and Gupta, 2019 (https://arxiv.org/abs/1903.03934).
+    few classes each: the model leans to the last clients, and to fast ones.
+
+    Mix and rules are those of the official code, which calls ``polynomial`` ``power``, and can lower :math:`\alpha`
+    after given rounds; its README takes 0.8. The defaults here are a choice of this package.
+    Source: Xie, Koyejo and Gupta, 2019 (https://arxiv.org/abs/1903.03934); xcgoner/async_fl@912ecf3.
 
     Args:
         alpha: :math:`\alpha`, above 0 and at most 1; with 1 and the constant rule, the model is the last update.

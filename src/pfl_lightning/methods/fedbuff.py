@@ -18,15 +18,17 @@ class FedBuff(FedAvgM):
 
     .. math:: x \leftarrow x + \frac{\eta_g}{K} \sum_{k} (1 + \tau_k)^{-a} (w_k - x_k)
 
-    The sum isn't divided by the sum of discounts, so that a buffer of stale updates moves the model less. The paper's
-    algorithm has no discount, and its experiments take a = 1/2. Running statistics are averaged without discount, and
-    with momentum the sum takes the place of the change in `FedAvgM`. The buffer is ``trainer.schedule.buffer`` of
-    `Asynchronous`; in synchronous rounds no update is stale, and the server is `FedAvgM`, or `WeightedAverage` bit for
-    bit without momentum. The official code adds changes up without the division by K, which its learning rates take in.
-    The paper's text was not at hand; the formula is as the official code computes it. For the same number of updates it
-    may end far below `FedAvg` where clients are few and unlike, as at four hospitals: fast clients count more often
-    than slow ones, and each step follows the few clients in its buffer.
-    Source: Nguyen et al., 2022 (https://arxiv.org/abs/2106.06639).
+    The sum isn't divided by the sum of discounts, so that a buffer of stale updates moves the model less. Running
+    statistics are averaged without discount, and with momentum the sum takes the place of the change in `FedAvgM`. The
+    buffer is ``trainer.schedule.buffer`` of `Asynchronous`; in synchronous rounds no update is stale, and the server is
+    `FedAvgM`, or `WeightedAverage` bit for bit without momentum.
+
+    The formula is that of FLSim (``optimizers/async_aggregators.py``, ``utils/async_trainer``), up to two factors that
+    its learning rates take in: it adds changes up without the division by K, and divides discounts by that of a typical
+    staleness, 1 by default. Its default is no discount. For the same number of updates the method may end far below
+    `FedAvg` where clients are few and unlike, as at four hospitals: fast clients count more often than slow ones, and
+    each step follows the few clients in its buffer.
+    Source: Nguyen et al., 2022 (https://arxiv.org/abs/2106.06639); facebookresearch/FLSim@7311f2d.
 
     Args:
         exponent: a, at least 0; 0 gives no discount.

@@ -45,7 +45,7 @@ def decorrelation(features: Tensor) -> Tensor:
 class FedDecorr(FedAvg):
     r"""Adds :math:`\beta` times `decorrelation` of the batch's features to the client's loss.
 
-    The formula is the official code's; the paper's text was not at hand. Its factor is near the batch size N, so that
+    The formula is the official code's (``loss.py``). Its factor is near the batch size N, so that
     :math:`\beta` belongs to the code's batches of 64, and the term is weaker in smaller ones. Features are all that the
     classifier receives: with a linear net they are constants, and the method is `FedAvg`. The term also joins another
     method's loss, by a class such as ``class Both(FedDecorr, FedProx)``.

@@ -147,7 +147,9 @@ class ResidualAverage(AdapterAverage):
             name = residual_of(pair)
             # a layer may have several adapters
             old = moved.get(name, self.state["weights"][name])
-            moved[name] = old + (added.T if self.transposed[pair] else added).reshape(old.shape).to(old.dtype)
+            # by the uploads too: with precision=64-true the first residuals are float32
+            wide = torch.promote_types(old.dtype, added.dtype)
+            moved[name] = old.to(wide) + (added.T if self.transposed[pair] else added).reshape(old.shape).to(wide)
         logs = super().aggregate(updates, round)
         self.state["weights"] = self.state["weights"] | moved
         return logs

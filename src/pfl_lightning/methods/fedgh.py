@@ -4,6 +4,7 @@ Source: Yi et al., 2023 (https://arxiv.org/abs/2303.13137).
 """
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -127,8 +128,12 @@ def fit_classifier(
         generator: for the order of samples.
     """
     features, target = features.to(module.device), target.to(module.device)
-    # copies on the clients' device: the module's own weights are the last client's, and stay
-    entries = {name: tensor.to(module.device, copy=True) for name, tensor in weights.items()}
+    # copies on the clients' device: the module's own weights are the last client's, and stay; in the clients' type, as
+    # with precision=64-true the initial classifier is float32
+    wide = {name: torch.promote_types(weights[name].dtype, cast(torch.dtype, module.dtype)) for name in names}
+    entries = {
+        name: tensor.to(module.device, wide.get(name, tensor.dtype), copy=True) for name, tensor in weights.items()
+    }
     trained = [entries[name].requires_grad_() for name in names]
     # the classifier's entries by their names within it, as functional_call takes them
     head: StateDict = {name.removeprefix(CLASSIFIER): tensor for name, tensor in entries.items()}

@@ -36,14 +36,16 @@ class FedKD(PersonalNet, FedAvg):
     T, S and the linear map W minimise the sum of both, and the gradient passes through every part of it, denominators
     too. T and W stay with the client, which is evaluated by T once it has taken part. Of each parameter of S with two
     dimensions or more, as a matrix with a row for each unit, the client sends the change's factors of `cut`; of all
-    other entries their values. The server side is `LowRankAverage`.
+    other entries their values. A matrix ``[p, q]`` whose factors of rank r have no fewer numbers, :math:`r (p + q) \ge
+    p q`, is sent whole, and nothing of its change is cut, as often with small layers. The server side is
+    `LowRankAverage`.
 
     The facts are the released code's and PFLlib's: divergences are means over samples and classes. Here T and S have
     the same architecture and start from the common initial model, as in PFLlib, which compresses the student's
     parameters and not their change; the released code compares all layers of transformers without W. In both a matrix
-    that needs its full rank is sent as zero. PFLlib clips the gradients of T, S and W at the norm 10, each for itself.
-    Where a client's losses go to 0, as with samples of one class, the fractions grow: give
-    ``trainer.gradient_clip_val``.
+    that needs its full rank is sent as zero. PFLlib clips the gradients of T, S and W at the norm 10, each for itself,
+    and gives S a learning rate of its own (``mentee_learning_rate``); here all three have the optimizer's. Where a
+    client's losses go to 0, as with samples of one class, the fractions grow: give ``trainer.gradient_clip_val``.
     Source: Wu et al., 2022 (https://arxiv.org/abs/2108.13323); wuch15/FedKD@9b9e63f; TsingZ0/PFLlib@d832e76.
 
     Args:
@@ -172,12 +174,14 @@ class LowRankAverage(WeightedAverage):
         factors, sent = {}, 0
         for name in next(iter(updates.values()))["factors"]:
             pairs = [update["factors"][name] for update in updates.values()]
-            # a mean of reconstructed matrices, as factors of different clients have no mean
-            mean = torch.stack([joined(pair).to(promoted(x[name])) for pair in pairs]).mean(0)
+            # a mean of reconstructed matrices, as factors of different clients have no mean; by the uploads, as with
+            # precision=64-true the initial student is float32
+            mean = torch.stack([joined(pair).to(promoted(pair[0])) for pair in pairs]).mean(0)
             factors[name] = cut(mean.reshape(x[name].shape), self.energy())
             sent += sum(factor.numel() for pair in pairs for factor in pair)
+        students = {name: x[name].to(torch.promote_types(x[name].dtype, u.dtype)) for name, (u, _) in factors.items()}
         self.state |= {
-            "weights": {**x, **rest, **moved({name: x[name] for name in factors}, factors)},
+            "weights": {**x, **rest, **moved(students, factors)},
             "factors": factors,
             "rest": rest,
             "holders": list(updates),

@@ -4,6 +4,7 @@ Source: Dai et al., 2023 (https://arxiv.org/abs/2212.02758). Symbols: V_c is the
 the features of a sample, s the scale of the logits, rho the smoothing of the prototypes.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -143,5 +144,8 @@ class FedNH(WeightedAverage):
         new = F.normalize(self.rho * old + (1 - self.rho) * mu)
         # a class without samples has mu = 0 and keeps its prototype as it is: normalising again would move last bits
         moves = mu.any(1) & new.any(1) & (self.rho < 1)
-        self.state["weights"][PROTOTYPES] = torch.where(moves[:, None], new.to(old.dtype), old)
+        # by the uploads too: with precision=64-true the initial prototypes are float32
+        sent = (direction.dtype for update in updates.values() for direction in update["directions"].values())
+        wide = reduce(torch.promote_types, sent, old.dtype)
+        self.state["weights"][PROTOTYPES] = torch.where(moves[:, None], new.to(wide), old.to(wide))
         return {"cosine": float((mu * old).sum(1)[mu.any(1)].mean())} if mu.any() else {}

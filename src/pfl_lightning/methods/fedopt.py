@@ -120,11 +120,12 @@ class FedAdagrad(ServerSteps):
         x \leftarrow x + \eta_s \frac{m}{\sqrt v + \tau}
 
     Bias isn't corrected, and :math:`\tau` is outside the root. Clients count by their samples, as in the paper's
-    experiments; its algorithm weights them equally. The defaults are those of ``flwr.serverapp``, which follow the
-    paper, whose text was not at hand; Flower's older strategies have a :math:`\tau` of 1e-9 for FedAdagrad and FedAdam.
-    The paper's tables have learning rates tuned for each task. In the first rounds every entry moves by up to
-    :math:`\eta_s`, however little clients changed it: if the loss rises, take a smaller :math:`\eta_s`, such as 0.01.
-    Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295).
+    experiments; its algorithm weights them equally. Formula and defaults are those of ``flwr.serverapp``, where v
+    begins at 0 (``initial=zero``) and FedAdam corrects the bias by its learning rate; Flower's older strategies have a
+    :math:`\tau` of 1e-9 for FedAdagrad and FedAdam. The paper's tables have learning rates tuned for each task. In the
+    first rounds every entry moves by up to :math:`\eta_s`, however little clients changed it: if the loss rises, take a
+    smaller :math:`\eta_s`, such as 0.01.
+    Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295); adap/flower@fdef7af.
 
     Args:
         server_lr: :math:`\eta_s`, above 0.
@@ -182,7 +183,8 @@ class FedAdagrad(ServerSteps):
 class FedAdam(FedAdagrad):
     r"""`FedAdagrad` with a decaying second moment: :math:`v \leftarrow \beta_2 v + (1 - \beta_2)\Delta^2`.
 
-    It differs from ``torch.optim.Adam`` on the server, which corrects the bias of young moments.
+    It differs from ``torch.optim.Adam`` on the server and from Flower's FedAdam, which correct the bias of young
+    moments.
     Source: Reddi et al., 2021, Algorithm 2 (https://arxiv.org/abs/2003.00295).
 
     Args:

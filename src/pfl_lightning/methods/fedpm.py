@@ -30,8 +30,9 @@ class FedPM(FedAvg):
 
     Each training step draws a mask :math:`b \sim \mathrm{Bernoulli}(\theta)` and computes the loss of
     :math:`b \odot w`; the gradient in :math:`\theta` is that in b times :math:`\theta`, as in the official code. After
-    training the client draws the mask that it sends, by its id and the round. The server side is `BetaMean`. Parameters
-    that the net has frozen have no score, and buffers, such as running statistics, stay with the client.
+    training the client draws the mask that it sends, by the run's seed, the round and its id: a mask hides its
+    probabilities from nobody who knows the seed, as the server does. The server side is `BetaMean`. Parameters that the
+    net has frozen have no score, and buffers, such as running statistics, stay with the client.
 
     Scores need a larger learning rate than weights: the official code trains them by Adam with 0.1. Where classes are
     skewed and clients few, it stays far below `FedAvg` (docs/results.md, "Newer methods"): the mean of ten masks has
@@ -42,8 +43,8 @@ class FedPM(FedAvg):
         init: the fixed weights: ``signed`` gives linear layers and convolutions the values
             :math:`\pm e / \sqrt{\text{inputs of a unit}}` with random signs, biases too, as the official code does; all
             other layers, or all with ``net``, have the net's own initial weights.
-        predict: predictions by one mask (``sample``), which is drawn with the same random numbers in every evaluation,
-            or by the expected weights :math:`\theta \odot w` (``mean``).
+        predict: predictions by one mask (``sample``), which is drawn with the same random numbers in every evaluation
+            of every run, or by the expected weights :math:`\theta \odot w` (``mean``).
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -116,8 +117,8 @@ class FedPM(FedAvg):
 
     def upload(self, data: ClientData) -> Message:
         """Return a mask drawn by the trained scores, eight bits in a byte."""
-        # a generator of its own: a draw from the client's stream would depend on the engine
-        generator = torch.Generator().manual_seed(derive_seed(0, "fedpm", self.client_id, self.round))
+        # from the turn's seed and not from its stream, whose place after training depends on the engine
+        generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "fedpm"))
         theta = self.probabilities()
         draws = {name: torch.rand(t.shape, generator=generator).to(t.device) for name, t in theta.items()}
         return {"masks": {key(name): packed(draws[name] < t) for name, t in theta.items()}}
@@ -162,6 +163,7 @@ class BetaMean(Aggregator):
 
     def setup(self, server: Server) -> None:
         """Start from the common initial scores, without masks."""
+        self.server = server
         self.state |= {"weights": server.weights, "kept": {}, "masks": 0}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
@@ -180,7 +182,8 @@ class BetaMean(Aggregator):
             self.state["kept"][name] = kept
             share = kept / self.state["masks"]
             theta = self.epsilon + (1 - 2 * self.epsilon) * share
-            scores[name] = theta.logit().to(old.dtype)
+            # not in the type of `old`: with precision=64-true the initial scores are float32
+            scores[name] = theta.logit().to(self.server.dtype)
             total += float(share.sum())
         self.state["weights"] = scores
         return {"kept": total / sum(t.numel() for t in scores.values())}

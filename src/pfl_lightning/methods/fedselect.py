@@ -15,7 +15,7 @@ from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.messages import Message, StateDict, Updates, promoted
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedcac import packed, unpacked
 from pfl_lightning.methods.frozen import Frozen
@@ -125,7 +125,8 @@ class FedSelect(FedAvg):
         w, snapshot, fresh = self.entries(), self.snapshot.tensors(), self.fresh.tensors()
         for name, mask in self.mask.tensors().items():
             grown = mask
-            if grows and "weight" in name and mask.float().mean() <= self.bound:
+            # a tensor that is personal as a whole has no more to give, also with the bound at 1
+            if grows and "weight" in name and not mask.all() and mask.float().mean() <= self.bound:
                 grown = mask | largest((w[name] - snapshot[name]).abs(), ~mask, self.rate)
             fresh[name].copy_(grown & ~mask)
             mask.copy_(grown)
@@ -160,8 +161,11 @@ class MaskedAverage(WeightedAverage):
             parts = [(u["weights"][name], u["masks"][name.removeprefix("net.")]) for u in updates.values()]
             shared = [~unpacked(mask, x.numel()).reshape(x.shape) for _, mask in parts]
             holders = torch.stack(shared).sum(0)
-            wide = torch.promote_types(x.dtype, torch.float32)
-            sums = sum((torch.where(own, w.to(wide), 0) for (w, _), own in zip(parts, shared, strict=True)), 0 * x)
+            # by the uploads: with precision=64-true the initial model is float32
+            wide = promoted(parts[0][0])
+            sums = sum(
+                (torch.where(own, w.to(wide), 0) for (w, _), own in zip(parts, shared, strict=True)), 0 * x.to(wide)
+            )
             weights[name] = torch.where(holders > 0, (sums / holders.clamp_min(1)).to(parts[0][0].dtype), x)
             personal += len(parts) * x.numel() - int(holders.sum())
             total += len(parts) * x.numel()

@@ -192,20 +192,24 @@ class SubregionAverage(WeightedAverage):
         super().aggregate(updates, round)
         if self.state["centres"] or len(before) == 1:
             return {}
-        own = {k: (update["weights"][self.endpoints].to(before) - before).flatten() for k, update in updates.items()}
+        # not in the type of `before`: with precision=64-true the initial model is float32
+        sent = {client: update["weights"][self.endpoints] for client, update in updates.items()}
+        own = {client: (weight.to(before.device) - before).flatten() for client, weight in sent.items()}
         # by id, so that sums don't depend on the rounds in which clients first took part
         self.state["changes"] = changes = dict(sorted((self.state["changes"] | own).items()))
         if round + 1 < self.tau:
             return {}
         points = subregions(torch.stack([*changes.values()]), len(before))
-        self.state |= {"centres": dict(zip(changes, points.to(before), strict=True)), "changes": {}}
+        centres = points.to(self.state["weights"][self.endpoints])
+        self.state |= {"centres": dict(zip(changes, centres, strict=True)), "changes": {}}
         return {"distance": float(torch.pdist(points).mean())} if len(points) > 1 else {}
 
     def download(self, client: int) -> Message:
         """Return the model and the client's point; zeros without one."""
         centre = self.state["centres"].get(client)
         if centre is None:
-            centre = torch.zeros(len(self.state["weights"][self.endpoints]))
+            endpoints = self.state["weights"][self.endpoints]
+            centre = endpoints.new_zeros(len(endpoints))
         return super().download(client) | {"centre": centre}
 
 

@@ -26,7 +26,8 @@ class PerFCL(FENDA):
     training. References are frozen, in evaluation mode. A client's first training has no contrast. Both old bodies stay
     with the client, whose state is larger by them, and grow stale while it stays away.
     Source: Zhang et al., 2023 (https://www.sciencedirect.com/science/article/pii/S0031320323002078), as ported to
-    VectorInstitute/FL4Health@ce141b9; no code of its authors was found, nor was the paper's text at hand.
+    VectorInstitute/FL4Health@ce141b9 (``losses/perfcl_loss.py``, ``clients/perfcl_client.py``), whose pairs, weights
+    and temperature these are; no code of its authors was found.
 
     Args:
         mu: :math:`\mu`, at least 0; with ``gamma`` at 0 too it is `FENDA` bit for bit.

@@ -1,6 +1,6 @@
 r"""pFedFDA: features are normal in each class, and each client's classifier follows from its mix of their statistics.
 
-Source: McLaughlin et al., 2024 (https://arxiv.org/abs/2411.00329). Symbols: h are features of width d; M, with a row
+Source: McLaughlin and Su, 2024 (https://arxiv.org/abs/2411.00329). Symbols: h are features of width d; M, with a row
 for each class, and Sigma are the server's class means and common covariance, M_k and Sigma_k client k's, pi_k the
 shares of its classes.
 """
@@ -44,13 +44,14 @@ class PFedFDA(FedAvg):
 
     Both :math:`\beta` are in [0, 1], with the least cross-entropy on a half of the samples by :math:`M_k` and
     :math:`\Sigma_k` of the other half, summed over both halves of each class: ten steps of L-BFGS from 0.5. Without a
-    class of two samples they are 0.
+    class of two samples they are 0. The halves are drawn anew in each round, by the run's seed, the round and the
+    client; the official code has the seed 0 for all.
 
     As in the official code, :math:`\Sigma_k` has the identity added, :math:`\epsilon = 10^{-4}`, and a class with two
     samples or fewer takes its row of M. The code collects features during training, from all epochs, and this guard
     doesn't hold there; here features are of the trained body, in evaluation mode. A client's model without its samples,
     as from a checkpoint, has the classifier of its last training.
-    Source: McLaughlin et al., 2024 (https://arxiv.org/abs/2411.00329); cj-mclaughlin/pFedFDA@73c7c40.
+    Source: McLaughlin and Su, 2024 (https://arxiv.org/abs/2411.00329); cj-mclaughlin/pFedFDA@73c7c40.
 
     Args:
         beta: both :math:`\beta`, in [0, 1], instead of computed ones; 1 takes the client's own statistics alone.
@@ -134,7 +135,8 @@ class PFedFDA(FedAvg):
         h, y = torch.cat([wide(self.net.features(x)) for x, _ in chunks]), torch.cat([y for _, y in chunks]).cpu()
         means, covariance = wide(self.means), wide(self.covariance)
         if self.beta is None:
-            seed = derive_seed(0, "pfedfda", self.client_id)
+            # a function of the run's seed, the round and the client, whatever the engine has drawn in training
+            seed = derive_seed(torch.initial_seed(), "pfedfda")
             betas = best_betas(h, y, means, covariance, self.priors(data), seed)
         else:
             betas = self.beta, self.beta
