@@ -125,12 +125,18 @@ class Sequential(Engine):
         generator = torch.Generator().manual_seed(job.seed)
         state = ClientState(batches=dict(job.state.batches))
         steps: list[Step] = []
+        samples = 0
         with self.leaks.of("training_step"), during("training", job.round, job.client):
             phases = module.local_phases()
             for phase in phases:
                 # A phase whose result stays with the client and never leaves it needs no noise.
                 privacy = None if phase.stays else private
-                steps += self._train_phase(phase, job, layout, data.train, generator, state, privacy)
+                made = self._train_phase(phase, job, layout, data.train, generator, state, privacy)
+                steps += made
+                drawn = None if privacy is None else Draws.of(self.work, phase, len(data.train))
+                samples += sum(size for size, _ in made) if drawn is None else drawn.samples
+        # Read before an evaluation, whose adaptation takes steps too.
+        counts = {"steps": module.steps_done, "samples": samples}
         metrics = means(steps)
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
@@ -147,10 +153,11 @@ class Sequential(Engine):
                 after = self.evaluate_present(job, data)
         if private is None:
             finite = is_finite(update) and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
-            return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start)
+            return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start, **counts)
         # Judged by the update alone: NaN elsewhere would reveal samples without noise.
         finite, spent = is_finite(update), tuple(releases_of(self.work, phases, len(data.train)))
-        return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start, releases=spent)
+        seconds = time.perf_counter() - start
+        return Outcome(job.client, update, state, metrics, finite, after, seconds, releases=spent, **counts)
 
     def _train_phase(
         self,
