@@ -15,6 +15,7 @@ from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
+from pfl_lightning.cli.compare.results import STEPS, factors
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.cli.load_config import complaint
@@ -477,6 +478,16 @@ def test_unequal_work_has_a_column_and_a_sentence(stand_in, capsys):
         "Unequal work: FedProx makes 30 times the local steps of FedAvg, Ditto 2 times.",
         "Unequal work: FedPer reads 3 times the samples of FedAvg.",
     ]
+
+
+def test_the_usual_work_is_the_most_frequent_and_else_the_least():
+    def of(**work):
+        return factors({method: {STEPS: (steps, None)} for method, steps in work.items()}, STEPS)
+
+    # within five per cent the frequent value counts, not the least
+    assert of(a=12.5, b=12.25, c=12.5, d=25.0) == {"d": 2.0}
+    assert of(a=10.0, b=5.0) == {"a": 2.0} and of(a=5.0, b=10.0, c=10.0) == {"a": 0.5}
+    assert of(a=0.0, b=5.0) == of(a=0.0) == of() == {}
 
 
 def test_equal_work_has_neither_unless_asked_for(stand_in, capsys):

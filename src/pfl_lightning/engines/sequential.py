@@ -30,6 +30,7 @@ from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import secure_seed
 
@@ -136,7 +137,7 @@ class Sequential(Engine):
                 drawn = None if privacy is None else Draws.of(self.work, phase, len(data.train))
                 samples += sum(size for size, _ in made) if drawn is None else drawn.samples
         # Read before an evaluation, whose adaptation takes steps too.
-        counts = {"steps": module.steps_done, "samples": samples}
+        taken = module.steps_done
         metrics = means(steps)
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
@@ -151,13 +152,15 @@ class Sequential(Engine):
             with during("evaluation", job.round, job.client):
                 # Evaluation may adapt the module, so it comes after update and state are copied.
                 after = self.evaluate_present(job, data)
+        # Under privacy judged by the update alone: NaN elsewhere would reveal samples without noise.
+        finite = is_finite(update)
+        spent: tuple[Release, ...] = ()
         if private is None:
-            finite = is_finite(update) and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
-            return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start, **counts)
-        # Judged by the update alone: NaN elsewhere would reveal samples without noise.
-        finite, spent = is_finite(update), tuple(releases_of(self.work, phases, len(data.train)))
+            finite = finite and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
+        else:
+            spent = tuple(releases_of(self.work, phases, len(data.train)))
         seconds = time.perf_counter() - start
-        return Outcome(job.client, update, state, metrics, finite, after, seconds, releases=spent, **counts)
+        return Outcome(job.client, update, state, metrics, finite, after, seconds, "", spent, taken, samples)
 
     def _train_phase(
         self,

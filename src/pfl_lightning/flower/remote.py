@@ -455,8 +455,8 @@ class Remote(Engine):
         self._tell(client, wrong)
         # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
-        known = {name: math.nan if value is None else value for name, value in told.items()}
-        return Outcome(client, {}, state, metrics, answer["finite"], after, **known)
+        seconds, steps, samples = (math.nan if value is None else value for value in told.values())
+        return Outcome(client, {}, state, metrics, answer["finite"], after, seconds, steps=steps, samples=samples)
 
     def _outcome(self, job: Job, content: RecordDict) -> Outcome:
         client = job.client

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -290,8 +291,8 @@ def cell(column: Column, value: tuple[float, float | None] | None) -> str:
 def factors(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]], name: str) -> dict[str, float]:
     """Return the work of each method that differs from the usual one, as a multiple of it; empty if none does.
 
-    The usual work is what most methods do up to `EQUAL`; of equally frequent ones the least. A method without any local
-    training is left out.
+    The usual work is the one that most methods do up to `EQUAL`; of equally frequent ones the least. A method without
+    any local training is left out.
 
     Args:
         summaries: the result of `over_seeds` by method.
@@ -300,8 +301,9 @@ def factors(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]], n
     work = {method: summary[name][0] for method, summary in summaries.items() if name in summary and summary[name][0]}
     if not work:
         return {}
-    alike = {value: sum(value <= other <= EQUAL * value for other in work.values()) for value in work.values()}
-    usual = max(sorted(alike), key=lambda value: alike[value])
+    alike = {value: sum(value / EQUAL <= other <= EQUAL * value for other in work.values()) for value in work.values()}
+    exactly = Counter(work.values())
+    usual = max(sorted(alike), key=lambda value: (alike[value], exactly[value]))
     return {m: value / usual for m, value in work.items() if not usual / EQUAL <= value <= EQUAL * usual}
 
 
