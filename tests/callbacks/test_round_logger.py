@@ -28,6 +28,8 @@ ALWAYS = {
     "lr",
     "bytes/up",
     "bytes/down",
+    "local/steps",
+    "local/samples",
 }
 TIMES = {"time/train", "time/aggregate", "time/evaluate"}
 SUMMARY = {"", "_mean", "_std", "_worst", "_p10", "_worst10"}

@@ -17,6 +17,7 @@ from command import CONFIGS, QUIET, forked, pfl, refusal, wait_for
 from federations import blobs, equal, fit, load, make_client, read_csv
 from pfl_lightning.cli.compare import runs
 from pfl_lightning.cli.compare.choices import Choice, choose, stored_table
+from pfl_lightning.cli.compare.results import STEPS, factors
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.cli.load_config import complaint
@@ -56,9 +57,10 @@ if "by_mu" in plan:
     accuracy = plan["by_mu"][words[words.index("--model.mu") + 1]]
 cell = "" if accuracy is None else accuracy
 (folder / "rounds.csv").write_text(
-    "round,cohort,bytes/up,bytes/down,test/acc,val/acc_mean\\n"
-    f"1,0 1,1048576,0,{cell},\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell},{plan.get('val', '')}\\n"
-    + "".join(f"{k},1 2,0,0,{value},\\n" for k, value in enumerate(plan.get("later", []), 3))
+    "round,cohort,bytes/up,bytes/down,clients,local/steps,local/samples,test/acc,val/acc_mean\\n"
+    f"1,0 1,1048576,0,2,{plan.get('steps', 6)},{plan.get('samples', 40)},{cell},\\n"
+    f"2,{plan.get('cohort', '1 2')},3145728,0,1,0,20,{cell},{plan.get('val', '')}\\n"
+    + "".join(f"{k},1 2,0,0,0,0,0,{value},\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
 names = plan.get("names", [""] * len(tested))
@@ -534,6 +536,50 @@ def test_columns_that_are_asked_for(stand_in, capsys):
     ]
     assert "Rank: the mean over seeds and clients" in capsys.readouterr().out
     assert "over Local" not in lines[0] and "Over Local" not in " ".join(lines)
+
+
+def work_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("Unequal work")]
+
+
+def test_unequal_work_has_a_column_and_a_sentence(stand_in, capsys):
+    # three trainings: 2 steps and 20 samples are usual; FedPer's steps are within five per cent of that, and Local
+    # trains nothing
+    stand_in(
+        FedProx={"steps": 180, "samples": 1780},
+        Ditto={"steps": 12, "samples": 100},
+        FedPer={"steps": 6.2, "samples": 160},
+        Local={"steps": 0},
+    )
+    assert compare("--methods FedAvg FedProx Ditto FedPer Local --data Digits") == 0
+    head, _, *rows = (line.strip("| ").split(" | ") for line in (OUT / "comparison.md").read_text().splitlines()[:7])
+    steps, samples = ([row[head.index(title)] for row in rows] for title in ("local steps", "samples read"))
+    assert (steps, samples) == (["2.0", "60.0", "4.0", "2.1", "0.0"], ["20.0", "600.0", "40.0", "60.0", "20.0"])
+    assert work_of(capsys.readouterr().out) == [
+        "Unequal work: FedProx makes 30 times the local steps of FedAvg, Ditto 2 times.",
+        "Unequal work: FedPer reads 3 times the samples of FedAvg.",
+    ]
+
+
+def test_the_usual_work_is_the_most_frequent_and_else_the_least():
+    def of(**work):
+        return factors({method: {STEPS: (steps, None)} for method, steps in work.items()}, STEPS)
+
+    # within five per cent the frequent value counts, not the least
+    assert of(a=12.5, b=12.25, c=12.5, d=25.0) == {"d": 2.0}
+    assert of(a=10.0, b=5.0) == {"a": 2.0} and of(a=5.0, b=10.0, c=10.0) == {"a": 0.5}
+    assert of(a=0.0, b=5.0) == of(a=0.0) == of() == {}
+
+
+def test_equal_work_has_neither_unless_asked_for(stand_in, capsys):
+    stand_in(FedPer={"steps": 6.2})
+    assert compare("--methods FedAvg FedPer --data Digits") == 0
+    assert not work_of(capsys.readouterr().out)
+    assert "local steps" not in (OUT / "comparison.md").read_text()
+    content = {"methods": ["FedAvg"], "fit": "--data Digits", "columns": ["samples read"]}
+    Path("mine.yaml").write_text(json.dumps(content))
+    assert compare("--table mine.yaml --out runs/compare-Digits") == 0
+    assert "| method | samples read |" in (OUT / "comparison.md").read_text()
 
 
 def test_what_a_target_costs(stand_in):

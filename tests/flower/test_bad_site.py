@@ -215,6 +215,20 @@ def test_seconds_that_cannot_be_do_not_count(tmp_path, seconds):
     assert row["clients"] == 4 and 0 < row["time/site"] < 5
 
 
+@pytest.mark.parametrize("column", ["steps", "samples"])
+def test_work_that_cannot_be_is_nan_and_the_update_counts(tmp_path, column):
+    def change(records):
+        for record, answer in records.items():
+            if record.endswith("answer"):
+                answer[column] = -1.0
+
+    grid = spoiled(grid_of(make, tmp_path, max_rounds=1), change, kinds=("train",))
+    with pytest.warns(UserWarning, match=rf"leaves out: {column}=-1, which is none of 0 to"):
+        (row,) = deploy(grid, make, max_rounds=1).rows
+    other = {"steps": "samples", "samples": "steps"}[column]
+    assert row["clients"] == 4 and math.isnan(row[f"local/{column}"]) and row[f"local/{other}"] > 0
+
+
 def test_a_cohort_goes_on_where_a_site_tells_no_loss(tmp_path):
     from pfl_lightning.selection import PowerOfChoice
 

@@ -2,8 +2,10 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from command import CONFIGS
 from federations import (
     FEATURES,
     Spy,
@@ -162,6 +164,14 @@ def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(t
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])
 def test_it_trains_where_there_is_little(data):
     assert fit(make_client(FedSelect, every=1), data).rows[-1]["clients_diverged"] == 0
+
+
+def test_a_round_is_two_epochs_and_thirty_with_the_official_code_s_alternations():
+    paths = (CONFIGS / "methods" / "fedselect.yaml", CONFIGS / "paper" / "fedselect_official.yaml")
+    usual, official = (yaml.safe_load(path.read_text())["model"]["init_args"] for path in paths)
+    for settings, epochs in ((usual, 2), (usual | official, 30)):
+        phases = make_client(FedSelect, **settings).local_phases()
+        assert len(phases) == epochs and {phase.epochs for phase in phases} == {1}
 
 
 @pytest.mark.parametrize("setting, value", [("rate", 0), ("bound", 1.1), ("every", 0), ("alternations", 0)])

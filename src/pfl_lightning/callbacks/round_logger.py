@@ -88,6 +88,13 @@ class RoundLogger(FederatedCallback):
 
     * ``client_rounds.csv`` follows on request: a row per round and evaluated client.
 
+    A round's work is ``local/steps``, the optimizer steps of all clients whose updates count, and ``local/samples``,
+    the samples in these steps' batches, each as often as it was in one. All phases of a method count. Passes over
+    samples without a step of the client's optimizer don't: inner steps on a batch (pFedMe, Per-FedAvg, FedSAM, APFL's
+    share), weights and statistics computed before or after training (FedALA, pFedFDA, SCAFFOLD's option I, FedAS),
+    training before an evaluation (FedBABU, Per-FedAvg), and the server's own. `FlopCounter` counts the operations of
+    all work in a client's round. Under ``trainer.example_privacy`` samples are the expected number of the drawn ones.
+
     With ``logger=False`` nothing is written or printed, and ``rows`` holds the record.
 
     Args:

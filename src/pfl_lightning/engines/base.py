@@ -185,6 +185,9 @@ class Outcome(NamedTuple):
         seconds: the time taken.
         refused: why the result is unusable; empty if it is usable.
         releases: the privacy steps that the training spent under example-level privacy.
+        steps: the optimizer steps of the training.
+        samples: the samples in the batches of these steps, each as often as it was in one; under example-level privacy
+            the expected number, as the drawn one would tell about the draws.
     """
 
     client: int
@@ -196,6 +199,8 @@ class Outcome(NamedTuple):
     seconds: float
     refused: str = ""
     releases: tuple[Release, ...] = ()
+    steps: float = 0
+    samples: float = 0
 
 
 class Engine(ABC):

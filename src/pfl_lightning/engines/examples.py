@@ -54,6 +54,11 @@ class Draws(NamedTuple):
         rate = min(1.0, size / samples)
         return cls(count, rate, rate * samples)
 
+    @property
+    def samples(self) -> int:
+        """The expected number of samples in all batches."""
+        return round(self.steps * self.expected)
+
 
 def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Draws]:
     """Return the draws of a client's round in phases with an influence on the upload.

@@ -30,6 +30,7 @@ from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
+from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
 from pfl_lightning.privacy.noise import secure_seed
 
@@ -125,12 +126,18 @@ class Sequential(Engine):
         generator = torch.Generator().manual_seed(job.seed)
         state = ClientState(batches=dict(job.state.batches))
         steps: list[Step] = []
+        samples = 0
         with self.leaks.of("training_step"), during("training", job.round, job.client):
             phases = module.local_phases()
             for phase in phases:
                 # A phase whose result stays with the client and never leaves it needs no noise.
                 privacy = None if phase.stays else private
-                steps += self._train_phase(phase, job, layout, data.train, generator, state, privacy)
+                made = self._train_phase(phase, job, layout, data.train, generator, state, privacy)
+                steps += made
+                drawn = None if privacy is None else Draws.of(self.work, phase, len(data.train))
+                samples += sum(size for size, _ in made) if drawn is None else drawn.samples
+        # Read before an evaluation, whose adaptation takes steps too.
+        taken = module.steps_done
         metrics = means(steps)
         self.set_mode(training=False)
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
@@ -145,12 +152,15 @@ class Sequential(Engine):
             with during("evaluation", job.round, job.client):
                 # Evaluation may adapt the module, so it comes after update and state are copied.
                 after = self.evaluate_present(job, data)
+        # Under privacy judged by the update alone: NaN elsewhere would reveal samples without noise.
+        finite = is_finite(update)
+        spent: tuple[Release, ...] = ()
         if private is None:
-            finite = is_finite(update) and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
-            return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start)
-        # Judged by the update alone: NaN elsewhere would reveal samples without noise.
-        finite, spent = is_finite(update), tuple(releases_of(self.work, phases, len(data.train)))
-        return Outcome(job.client, update, state, metrics, finite, after, time.perf_counter() - start, releases=spent)
+            finite = finite and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
+        else:
+            spent = tuple(releases_of(self.work, phases, len(data.train)))
+        seconds = time.perf_counter() - start
+        return Outcome(job.client, update, state, metrics, finite, after, seconds, "", spent, taken, samples)
 
     def _train_phase(
         self,

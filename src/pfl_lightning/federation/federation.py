@@ -642,6 +642,8 @@ class Federation(LightningModule):
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
             "bytes/up": 0,
             "bytes/down": 0,
+            "local/steps": 0,
+            "local/samples": 0,
         }
         self.call("on_round_start", cohort)
         outcomes: dict[int, Outcome] = {}
@@ -937,6 +939,8 @@ class Federation(LightningModule):
             "clients_refused": refused,
             "clients_absent": absent,
             "bytes/up": num_bytes([outcome.update for outcome in taken.values()]),
+            "local/steps": sum(outcome.steps for outcome in taken.values()),
+            "local/samples": sum(outcome.samples for outcome in taken.values()),
             **{f"train/{name}": value for name, value in means.items()},
         }
         if (loss := self.metrics.get("train/loss")) is not None:

@@ -266,6 +266,9 @@ class Worker:
             "kept": name,
             "finite": outcome.finite,
             "seconds": outcome.seconds,
+            # floats, as an integer of a message has no bound
+            "steps": float(outcome.steps),
+            "samples": float(outcome.samples),
             "metrics": outcome.metrics,
             "after": outcome.after,
         }

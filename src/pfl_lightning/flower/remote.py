@@ -22,7 +22,7 @@ from pfl_lightning.compression import Compression
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
 from pfl_lightning.flower.link import Link, check_failure
-from pfl_lightning.flower.measured import NAMED, Measured, bounded
+from pfl_lightning.flower.measured import COUNTED, NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
 from pfl_lightning.flower.states import TOKEN
 from pfl_lightning.flower.sums import Exchange, Summing, ids
@@ -41,7 +41,9 @@ from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tens
 
 ANSWER_BYTES = 1 << 20
 """Largest size of the tensors in a client's metrics, in bytes."""
-TRAINED = {"round": 0, "kept": "", "finite": True, "seconds": 0.0, "metrics": {str: float}}
+NUMBERS = {"seconds": 0.0, "steps": 0.0, "samples": 0.0}
+"""Template of the numbers in a site's answer about a client's training."""
+TRAINED = {"round": 0, "kept": "", "finite": True, "metrics": {str: float}} | NUMBERS
 """Template of a site's answer about a client's training, without the metrics after training."""
 FAR = 10.0
 """Factor of the round's median norm above which the server warns of an update."""
@@ -448,12 +450,13 @@ class Remote(Engine):
             raise Refused(f"answer.kept is {shown(answer['kept'])} and should be 16 hexadecimal digits.")
         metrics, wrong = self._measured.trained(answer["metrics"])
         # an answer later than the time-out is never read, so that more seconds than that can't be true
-        seconds = bounded("seconds", answer["seconds"], (0.0, self.link.timeout), wrong)
+        most = {"seconds": self.link.timeout, "steps": COUNTED, "samples": COUNTED}
+        told = {name: bounded(name, answer[name], (0.0, most[name]), wrong) for name in NUMBERS}
         self._tell(client, wrong)
         # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
-        taken = math.nan if seconds is None else seconds
-        return Outcome(client, {}, state, metrics, answer["finite"], after, taken)
+        seconds, steps, samples = (math.nan if value is None else value for value in told.values())
+        return Outcome(client, {}, state, metrics, answer["finite"], after, seconds, steps=steps, samples=samples)
 
     def _outcome(self, job: Job, content: RecordDict) -> Outcome:
         client = job.client

@@ -44,7 +44,8 @@ class FedSelect(FedAvg):
         rate: share of a tensor's shared entries that become personal at once, above 0 and at most 1.
         bound: share of personal entries above which a tensor gets no more, from 0 to 1.
         every: number of rounds between two such changes, at least 1.
-        alternations: pairs of epochs in a round, at least 1; the official code has 15.
+        alternations: pairs of epochs in a round, at least 1. The official code has 15, for 30 times the local steps of
+            a method with one epoch a round.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:

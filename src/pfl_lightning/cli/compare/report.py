@@ -31,6 +31,7 @@ from pfl_lightning.cli.compare.results import (
     reasons,
     same_numbers,
     unequal,
+    unequal_work,
 )
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.compare.significance import (
@@ -62,6 +63,8 @@ MEANINGS = {
     "std over clients": "in the last round",
     "server": "the server's one model on the central test set",
     "MiB": "of all clients in a round",
+    "local steps": "optimizer steps per client and round",
+    "samples read": "per client and round, each time that they are in a batch",
     "GFLOP": "of all clients in a round",
 }
 """Explanations of columns, by the beginning of their titles."""
@@ -183,6 +186,7 @@ def write(
     sites = by_client(methods, reference, monitor, population=kept)
     if clients and sites is None:
         notes.append(OTHERS)
+    notes += unequal_work(methods)
     notes += same_numbers(methods)
     notes += differences(methods) or ["Same partition, cohorts and initial weights for all methods at each seed."]
     names = [column.name for column in all_columns(methods)]

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,12 @@ Mean: TypeAlias = Literal["client", "sample"]
 BY: dict[Mean, str] = {"client": "(by client)", "sample": "(by sample)"}
 """Endings of titles, by how clients count in the mean."""
 
+STEPS, SAMPLES = "local/steps", "local/samples"
+"""Names of the columns on the work of local training, per client and round."""
+
+EQUAL = 1.05
+"""Factor up to which two methods' work counts as the same."""
+
 NEW = "New clients took no part: each is tested with the model received after the last round, and again after joining."
 
 COMMON = {"partition": "partitions", "cohorts": "cohorts", "initial": "initial weights"}
@@ -93,6 +100,8 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column("privacy/epsilon", "epsilon", 1, ".3g"),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
+        Column(STEPS, "local steps", 1, ".1f", asked=True),
+        Column(SAMPLES, "samples read", 1, ".1f", asked=True),
         Column("flops", "GFLOP", 1e-9, ".3g"),
         Column("seconds", "seconds", 1, ".1f"),
     )
@@ -173,6 +182,10 @@ class Result:
                 values[f"ten_best/{name}"] = fmean(sorted(rounds, key=lambda value: -self.monitor.sign * value)[:MANY])
         if counted := [float(row["flops"]) for row in self.rows if row.get("flops")]:
             values["flops"] = fmean(counted)
+        trained = sum(int(row["clients"]) for row in self.rows if row.get(STEPS))
+        # records of earlier versions have no such columns
+        if trained:
+            values |= {name: sum(float(row.get(name) or 0) for row in self.rows) / trained for name in (STEPS, SAMPLES)}
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in self.columns if values.get(column.name) is not None}
 
@@ -231,7 +244,8 @@ def comparison_table(
         for column in known
     }
     # ranks only make sense with many methods, so they are shown on request
-    shown = titles or [*(column.title for column in known if not column.asked), *(t for t in more if t != RANK)]
+    usual = [c.title for c in known if not c.asked or (c.name in (STEPS, SAMPLES) and factors(summaries, c.name))]
+    shown = titles or [*usual, *(t for t in more if t != RANK)]
     cells.update(more)
     rows = [["method", *(title for title in shown if title in cells)]]
     rows += [[method, *(cells[title].get(method, "-") for title in rows[0][1:])] for method in methods]
@@ -285,6 +299,46 @@ def cell(column: Column, value: tuple[float, float | None] | None) -> str:
         return "-"
     mean, std = (None if number is None else format(column.factor * number, column.form) for number in value)
     return f"{mean} ± {std}" if column.spread and std is not None else str(mean)
+
+
+def factors(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]], name: str) -> dict[str, float]:
+    """Return the work of each method that differs from the usual one, as a multiple of it; empty if none does.
+
+    The usual work is the one that most methods do up to `EQUAL`; of equally frequent ones the least. A method without
+    any local training is left out.
+
+    Args:
+        summaries: the result of `over_seeds` by method.
+        name: `STEPS` or `SAMPLES`.
+    """
+    work = {method: summary[name][0] for method, summary in summaries.items() if name in summary and summary[name][0]}
+    if not work:
+        return {}
+    alike = {value: sum(value / EQUAL <= other <= EQUAL * value for other in work.values()) for value in work.values()}
+    exactly = Counter(work.values())
+    usual = max(sorted(alike), key=lambda value: (alike[value], exactly[value]))
+    return {m: value / usual for m, value in work.items() if not usual / EQUAL <= value <= EQUAL * usual}
+
+
+def unequal_work(methods: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Return a sentence for methods with more or fewer local steps than most, and one for the samples they read.
+
+    Args:
+        methods: finished runs by method.
+    """
+    summaries = {method: over_seeds(results) for method, results in methods.items() if results}
+    notes, told = [], dict[str, float]()
+    for name, words in ((STEPS, "makes {} times the local steps of"), (SAMPLES, "reads {} times the samples of")):
+        found = factors(summaries, name)
+        usual = next((m for m, got in summaries.items() if m not in found and got.get(name, (0.0,))[0]), "")
+        # samples are worth a sentence where they aren't in proportion to steps
+        new = {m: k for m, k in found.items() if not told.get(m, 1) / EQUAL <= k <= EQUAL * told.get(m, 1)}
+        if new:
+            (first, most), *others = sorted(new.items(), key=lambda pair: -pair[1])
+            more = "".join(f", {method} {times:.3g} times" for method, times in others)
+            notes.append(f"Unequal work: {first} {words.format(f'{most:.3g}')} {usual}{more}.")
+        told = found
+    return notes
 
 
 def reasons(method: str, failures: Mapping[Run, str]) -> list[str]:

@@ -73,6 +73,7 @@ class Member:
         data: the client's data, on the training device.
         stream: the client's states of the default random generators.
         steps: the number of optimizer steps so far.
+        samples: the number of samples in the batches of these steps.
         optimizers: states of the phases' optimizers, if optimizers last for the run.
         scaler: the state of the loss scaler, after training with one.
         caches: the client's `ClientModule.caches`, by their paths in the module.
@@ -83,6 +84,7 @@ class Member:
     data: ClientData
     stream: Stream
     steps: int = 0
+    samples: int = 0
     optimizers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     caches: dict[str, Any] = field(default_factory=dict)
@@ -225,6 +227,13 @@ class Plan:
         ends = self._place(self.counts - 1, np.arange(len(lengths)))
         self.batches: NDArray[np.int64] = np.where(self.counts, ends[0] * self._batches + ends[2] - self._skipped, 0)
         """Batches of each client."""
+        # Samples of a too small last batch are in no batch.
+        whole = np.minimum(self._batches * size, lengths)
+        skipped = self._skipped * size
+        self.samples: NDArray[np.int64] = np.where(
+            self.counts, ends[0] * whole + np.minimum(ends[2] * size, whole) - skipped, 0
+        )
+        """Samples in the batches of each client."""
 
     def _place(
         self, step: NDArray[np.int64] | int, rows: NDArray[np.int64]

@@ -226,6 +226,8 @@ class BlockIO:
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
                 releases=tuple(releases_of(work, block.phases, block.sizes[row])) if private else (),
+                steps=member.steps,
+                samples=member.samples,
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:

@@ -57,6 +57,8 @@ class PoissonPlan:
         self.trained = trained
         self.draws = [Draws.of(work, phase, samples) for samples in block.sizes]
         self.counts: NDArray[np.int64] = np.array([draws.steps for draws in self.draws], dtype=np.int64)
+        self.batches = self.counts
+        self.samples: NDArray[np.int64] = np.array([draws.samples for draws in self.draws], dtype=np.int64)
 
     def steps(self, device: torch.device) -> Iterator[PrivateStep]:
         """Yield each step's samples and noise, for the first rows only, as larger clients have more steps.

@@ -8,7 +8,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import Optimizer
@@ -79,7 +78,8 @@ class BlockTrainer:
         trained = layout.trained(phase)
         optimizers = self._optimizers(phase, block, list(trained.values()), slots)
         scales = self._scales(block) if self._scaled else None
-        counts, batches, steps = self._steps(phase, block, trained, slots, scales)
+        plan, steps = self._steps(phase, block, trained, slots, scales)
+        counts = plan.counts
         # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
         left = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
         for rows, gradients_of in zip(left.tolist(), steps, strict=True):
@@ -99,8 +99,10 @@ class BlockTrainer:
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
                 member.scaler = state
-        for member, count, made in zip(block.members, counts.tolist(), batches.tolist(), strict=True):
+        totals = counts.tolist(), plan.batches.tolist(), plan.samples.tolist()
+        for member, count, made, samples in zip(block.members, *totals, strict=True):
             member.steps += count
+            member.samples += samples
             if member.job.continues(phase, self.work):
                 member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + made
 
@@ -119,15 +121,14 @@ class BlockTrainer:
         trained: dict[str, nn.Parameter],
         slots: Slots,
         scales: Scales | None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Iterator[Callable[[], StateDict]]]:
-        """Return each client's numbers of steps and batches, and a function per step for the gradients, a row each."""
+    ) -> tuple[Plan | PoissonPlan, Iterator[Callable[[], StateDict]]]:
+        """Return the plan of all clients' batches, and a function per step for the gradients, a row each."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
             poisson = PoissonPlan(privacy, self.work, phase, block, trained)
             private = PrivateDifferentiator(self.sequential, self.attributes, privacy, slots, block, trained)
             return (
-                poisson.counts,
-                poisson.counts,
+                poisson,
                 (partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))),
             )
         plan = self._plan(phase, block)
@@ -147,8 +148,7 @@ class BlockTrainer:
             self.work.accumulate,
         )
         return (
-            plan.counts,
-            plan.batches,
+            plan,
             (
                 partial(differentiator.gradients, step, index)
                 for index, step in enumerate(plan.steps(device, pads, apart))
