@@ -113,6 +113,7 @@ class GeneralizationAdjustment(WeightedAverage):
     """
 
     fixed_clients = True
+    fixed_rounds = True
     needs = frozenset({"weights", "received_error", "trained_error"})
 
     def __init__(self, step: float = 0.2, preset: Preset = "paper") -> None:
