@@ -232,10 +232,10 @@ class Pause(FederatedCallback):
         trainer.should_stop = federation.round == self.rounds
 
 
-def set_up(aggregator: Any, model: FedAvg, clients: int = 4) -> Any:
+def set_up(aggregator: Any, model: FedAvg, clients: int = 4, rounds: int | None = None) -> Any:
     """An aggregator before its first round, with a client module's weights."""
     shared = {name: tensor.clone() for name, tensor in model.state_dict().items() if model.is_shared(name)}
-    aggregator.setup(Server(clients, shared, model, None, seed=0))
+    aggregator.setup(Server(clients, shared, model, None, seed=0, rounds=rounds))
     return aggregator
 
 

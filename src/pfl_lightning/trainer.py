@@ -325,8 +325,8 @@ class FederatedTrainer(Trainer):
                 folder the run continues in; without a checkpoint yet, a new run starts.
             aggregator: the server side, instead of the client module's own.
             resume_changed: whether to resume from a checkpoint of a run with other settings; a line reports each
-                difference in any case. Settings that can't change a result never count: ``max_rounds``, engine,
-                devices, loggers, folders.
+                difference in any case. Settings that can't change a result never count: engine, devices, loggers,
+                folders, and ``max_rounds`` unless the method's rounds depend on it.
 
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, SequentialLR, S
 
 from command import QUICKSTART, QUIET, pfl, refusal
 from federations import FEATURES, Blobs, Run, Sizes, blobs, equal, fit, load, make_client, make_trainer, plain, read_csv
-from pfl_lightning.aggregators import FedLAW
+from pfl_lightning.aggregators import AggregatorList, FedLAW, PFedSim
 from pfl_lightning.callbacks import ChannelsLast, SignFlip
 from pfl_lightning.data import Dirichlet
 from pfl_lightning.federation.resuming import changes, check_settings
-from pfl_lightning.methods import FedProx
+from pfl_lightning.methods import FLOCO, FedAvg, FedDGGA, FedKD, FedProx
 from pfl_lightning.nets import Net
 
 
@@ -105,6 +105,24 @@ def test_a_run_goes_on_with_other_settings_when_told_so(tmp_path, told):
     assert load(resumed.last)["federation"]["settings"]["model.mu"] == 0.5
     with pytest.raises(MisconfigurationException, match=r"model\.mu"):
         run(tmp_path, {}, 3, "last")
+
+
+PLANNED = {
+    "FLOCO": (FLOCO, None),
+    "FedDG-GA": (FedDGGA, None),
+    "FedKD": (FedKD, None),
+    "pFedSim": (FedAvg, PFedSim),
+    "a list": (FedAvg, lambda: AggregatorList([PFedSim()])),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_another_number_of_rounds_is_refused_where_earlier_rounds_depend_on_it(name, tmp_path):
+    method, aggregator = PLANNED[name]
+    server = aggregator or (lambda: None)
+    fit(make_client(method), root=tmp_path, aggregator=server(), max_rounds=2)
+    with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.max_rounds; .*resume_changed"):
+        fit(make_client(method), root=tmp_path, aggregator=server(), ckpt_path="last", max_rounds=3)
 
 
 class Centred(Blobs):

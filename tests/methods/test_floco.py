@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from federations import (
     CLASSES,
     HIDDEN,
+    Pause,
     Spy,
     blobs,
     check_batches_of_one,
@@ -163,7 +164,7 @@ def test_one_endpoint_is_fedavg_bit_for_bit():
     settings = {"net": noisy, "optimizer_lifetime": "run"}
     runs = [
         fit(make_client(FedAvg, **settings)),
-        fit(make_client(partial(FLOCO, endpoints=1), **settings), aggregator=SubregionAverage(tau=1)),
+        fit(make_client(partial(FLOCO, endpoints=1), **settings), aggregator=SubregionAverage(tau=0)),
     ]
     weights = [dict(run.weights) for run in runs]
     weights[1].pop(f"{LAYER}.centre")
@@ -187,9 +188,37 @@ def test_without_a_radius_a_client_s_layer_stands_still_after_its_point():
     torch.testing.assert_close(model.eval()(x.double()), model.net.features(x.double()) @ weight.T + head.bias)
 
 
+@pytest.mark.parametrize(
+    ("tau", "rounds", "first"),
+    # half of the rounds, a half rounded down, the soonest, a share of less than one round, one round, and never
+    [(0.5, 4, 2), (0.5, 5, 2), (0, 4, 1), (0, None, 1), (0.1, 4, 1), (0.5, 1, 1), (1, 4, None), (1, None, None)],
+)
+def test_clients_have_points_after_a_share_of_the_rounds(tau, rounds, first):
+    model = make_client(FLOCO, endpoints=2)
+    server = set_up(SubregionAverage(tau), model, rounds=rounds)
+    with_points = []
+    for number in range(rounds or 4):
+        server.aggregate({k: drawn_update(model, 10 * number + k) for k in range(3)}, number)
+        if all(server.download(k)["centre"].any() for k in range(3)):
+            with_points.append(number + 1)
+    assert with_points == ([] if first is None else list(range(first, (rounds or 4) + 1)))
+    # nothing of single clients stays at the server without need
+    assert server.state["changes"] == {}
+
+
+def test_another_number_of_rounds_moves_the_share_and_is_refused_on_resuming(tmp_path):
+    clients = partial(make_client, FLOCO, endpoints=2)
+    fit(clients(), root=tmp_path, callbacks=[Pause(1)], max_rounds=4)
+    with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.max_rounds"):
+        fit(clients(), root=tmp_path, ckpt_path="last", max_rounds=6)
+    asked = fit(clients(), root=tmp_path, ckpt_path="last", max_rounds=6, resume_changed=True)
+    # a point in round 3, half of six
+    assert ["server/distance" in row for row in asked.rows] == [False, False, True, False, False, False]
+
+
 def test_the_server_averages_and_finds_points_from_the_last_changes_before_tau():
     model = make_client(FLOCO, endpoints=3)
-    server = set_up(SubregionAverage(tau=2), model)
+    server = set_up(SubregionAverage(tau=0.5), model, rounds=4)
     name = f"{LAYER}.weight"
     rounds = [{k: drawn_update(model, 10 * number + k) for k in each} for number, each in enumerate([(0, 1), (1, 3)])]
     starts = []
@@ -220,7 +249,6 @@ def test_clients_of_other_classes_get_other_points_and_keep_them_to_themselves()
     run = fit(
         make_client(FLOCO, net=noisy, endpoints=3),
         blobs(30, 30, 30, by_class=True),
-        aggregator=SubregionAverage(tau=2),
         callbacks=[spy],
         max_rounds=4,
     )
@@ -235,11 +263,11 @@ def test_clients_of_other_classes_get_other_points_and_keep_them_to_themselves()
 
 @pytest.mark.exhaustive
 def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FLOCO, tmp_path, aggregator=SubregionAverage(tau=2))
+    check_order_and_resume(FLOCO, tmp_path, aggregator=SubregionAverage(tau=0.7))
 
 
 def test_clients_of_one_class_and_batches_of_one_learn():
-    check_batches_of_one(make_client(FLOCO), max_rounds=4)
+    check_batches_of_one(make_client(FLOCO), max_rounds=8)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("endpoints", 0), ("rho", -0.1), ("rho", math.nan)])
@@ -248,8 +276,14 @@ def test_settings_out_of_range_are_refused_by_name(setting, value):
         make_client(FLOCO, **{setting: value})
 
 
-def test_a_server_without_rounds_or_without_endpoints_is_refused_by_name():
-    with pytest.raises(MisconfigurationException, match=r"aggregator\.tau=0"):
-        SubregionAverage(tau=0)
+@pytest.mark.parametrize("tau", [-0.1, 1.1, 10, math.nan])
+def test_a_share_out_of_range_is_refused_by_name(tau):
+    with pytest.raises(MisconfigurationException, match=rf"aggregator\.tau={tau}"):
+        SubregionAverage(tau)
+
+
+def test_a_server_without_a_number_of_rounds_or_without_endpoints_is_refused_by_name():
+    with pytest.raises(MisconfigurationException, match=r"aggregator\.tau=0\.5.*trainer\.max_rounds"):
+        set_up(SubregionAverage(), make_client(FLOCO))
     with pytest.raises(MisconfigurationException, match=r"aggregator=SubregionAverage.*model=FedAvg"):
-        set_up(SubregionAverage(), make_client())
+        set_up(SubregionAverage(), make_client(), rounds=4)

@@ -2,11 +2,13 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import Spy, blobs, check_order_and_resume, equal, fit, flat, make_client, noisy
+from pfl_lightning.cli.configs import FOLDER as CONFIGS
 from pfl_lightning.methods import MRMTL, Local
 
 STEP = partial(SGD, lr=0.1)
@@ -65,6 +67,17 @@ def test_the_penalty_draws_models_together():
 
     far, near, nearer = map(spread, (0.0, 1.0, 4.0))
     assert far > near > nearer > 0
+
+
+def test_the_packaged_penalty_and_the_class_s_own_are_felt():
+    packaged = yaml.safe_load((CONFIGS / "methods" / "mr_mtl.yaml").read_text())["model"]["init_args"]
+
+    def spread(method, **settings):
+        run = fit(make_client(method, **settings), blobs(30, 30, 30, by_class=True), max_rounds=10)
+        return float(torch.stack([flat(net, net) for net in nets(run).values()]).std(0).norm())
+
+    # with a penalty too small to feel, a table has Local twice
+    assert max(spread(MRMTL), spread(MRMTL, **packaged)) < 0.9 * spread(Local)
 
 
 def test_buffers_stay_and_clients_keep_their_models_over_rounds_without_them():

@@ -38,6 +38,7 @@ class AggregatorList(Aggregator):
         self.sums_only = all(aggregator.sums_only for aggregator in aggregators)
         self.fixed_sizes = any(aggregator.fixed_sizes for aggregator in aggregators)
         self.fixed_clients = any(aggregator.fixed_clients for aggregator in aggregators)
+        self.fixed_rounds = any(aggregator.fixed_rounds for aggregator in aggregators)
         self.meets_newcomers = any(aggregator.meets_newcomers for aggregator in aggregators)
 
     @property

@@ -182,6 +182,8 @@ class Aggregator:
     """True if it reads the clients' numbers of samples once, before the first round; refused where they change."""
     fixed_clients: bool = False
     """True if it reads the number of clients once, before the first round; clients then can't be added later on."""
+    fixed_rounds: bool = False
+    """True if its rounds depend on the planned number of rounds; a resumed run with another number is then refused."""
     meets_newcomers: bool = False
     """True if a newcomer's payload depends on an update of the newcomer's own.
 

@@ -281,7 +281,7 @@ class Federation(LightningModule):
             self.data.adopt({}, [])
         self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
-        rounds = rounds_of(self.options, self.trainer, self.data.num_clients)
+        rounds = rounds_of(self.options, self.trainer, self.data.num_clients, self.aggregator)
         if self.options.secure_sum is not None and rounds["attacks"]:
             raise MisconfigurationException(
                 f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes single updates, and trainer.secure_sum "
@@ -552,7 +552,7 @@ class Federation(LightningModule):
         self.trained["partition"] = fingerprint(self.data)
         self.options.cohort.sizes = self.sizes(range(clients), "train")
         # cohorts count a share of all clients, which a resumed run compares
-        rounds = rounds_of(self.options, self.trainer, clients)
+        rounds = rounds_of(self.options, self.trainer, clients, self.aggregator)
         self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
         self.trained["settings"] = self.settings
 

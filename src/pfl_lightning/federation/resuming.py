@@ -52,7 +52,7 @@ LONG = 80
 def settings_of(
     architectures: Sequence[ClientModule], aggregator: Aggregator, data: FederatedDataModule, rounds: Settings
 ) -> Settings:
-    """Return the settings with an influence on a federation's rounds, without the number of rounds, devices or engine.
+    """Return the settings with an influence on a federation's rounds, without devices or engine.
 
     Args:
         architectures: a client module per architecture, the configured one first.
@@ -76,7 +76,7 @@ def settings_of(
     }
 
 
-def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) -> Settings:
+def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, aggregator: Aggregator) -> Settings:
     """Return the Trainer's settings with an influence on a round's result."""
     clip: Settings = {"gradient_clip_val": options.clip or None}
     if options.clip:
@@ -101,6 +101,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int) ->
         "evaluate_clients": f"{options.evaluation_size(num_clients)} of {num_clients}",
         "test_every_round": options.test_every_round,
         **clip,
+        **({"max_rounds": trainer.max_epochs} if aggregator.fixed_rounds else {}),
         "precision": trainer.precision,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,

@@ -31,6 +31,10 @@ class CFL(Aggregator):
     paper minimises the largest similarity across, and asks for a gap. Then each cluster takes the mean of its clients'
     uploads. Updates are of parameters, and their norms grow with the learning rate and the number of steps: the record
     has ``server/mean_norm``, the smallest of all clusters, and ``server/max_norm``, the largest of all clients.
+
+    Until a first split this is `FedAvg` with ``weighting=uniform``. On scikit-learn's digits none came in 50 rounds, as
+    no update was longer than 0.6: 73 % after 15 rounds and 89 % after 50, where `FedAvg` has 73 % and 88 %, and `Local`
+    95 % and 97 %. With ``eps2=0.4`` four to six clusters have 97 % (docs/results.md, "Defaults").
     Source: Sattler et al., 2020 (https://arxiv.org/abs/1910.01991).
 
     Args:

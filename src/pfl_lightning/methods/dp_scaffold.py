@@ -23,8 +23,9 @@ class DPScaffold(ControlVariates):
     With ``trainer.example_privacy``, :math:`\tilde g_i` is the mean of bounded gradients of single samples, plus noise.
     Control variates follow from what steps with it have made, x and y_i, and so they cost no further privacy. In the
     loss, as `ControlVariates` has it, the correction would be bounded with the gradients. Without
-    ``trainer.example_privacy`` it is `ControlVariates`, up to rounding. The server side is `SCAFFOLD`, which counts
-    clients equally.
+    ``trainer.example_privacy`` it is `ControlVariates`, up to rounding: on scikit-learn's digits 89 % after 15 rounds
+    and 95 % after 50, where `FedAvg` has 73 % and 88 % (docs/results.md, "Defaults"). The server side is `SCAFFOLD`,
+    which counts clients equally.
 
     The released code bounds each tensor by the median norm of the batch, which isn't private, weights models by
     samples, and begins with rounds for the control variates alone, which it loses; here c and c_i start at 0. FL4Health

@@ -21,7 +21,9 @@ class Ensemble(ClientModule):
     over the m clients that have trained so far. Probabilities are averaged where the task has them, else outputs; see
     `Task.combined`. Training never looks at other models, so that a client's own model is the one of `Local`. A client
     receives all other models in each round, and a prediction takes m times as long. A client that comes later predicts
-    with the others' models before it has trained. Takes the arguments of `FedAvg`.
+    with the others' models before it has trained. Where clients hold other classes, few of the models have seen a
+    sample's class: on scikit-learn's digits it has 63 % after 50 rounds, `FedAvg` 88 % and `Local` 97 %
+    (docs/results.md, "Defaults"). Takes the arguments of `FedAvg`.
     Source: Guha et al., 2019, ensembles of local models (https://arxiv.org/abs/1902.11175).
     """
 

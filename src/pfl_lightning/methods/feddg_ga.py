@@ -101,6 +101,10 @@ class GeneralizationAdjustment(WeightedAverage):
     keep their weights, and the weights of a round's clients are divided by their sum. Where all gaps are equal, weights
     stay; where all weights of a round's clients are 0, they count alike. Errors that aren't finite are left out.
 
+    Weights never look at numbers of samples. On scikit-learn's digits it has 82 % after 15 rounds, where `FedAvg` has
+    73 %, and 91 % after 50 beside 88 %; on MNIST with 50 samples a client 80 % beside 82 % (docs/results.md,
+    "Defaults"). Gaps on three or four validation samples are mostly chance.
+
     Source: Zhang et al., 2023 (https://github.com/MediaBrain-SJTU/FedDG-GA).
 
     Args:
@@ -113,6 +117,7 @@ class GeneralizationAdjustment(WeightedAverage):
     """
 
     fixed_clients = True
+    fixed_rounds = True
     needs = frozenset({"weights", "received_error", "trained_error"})
 
     def __init__(self, step: float = 0.2, preset: Preset = "paper") -> None:

@@ -30,7 +30,9 @@ class FedDisco(WeightedAverage):
 
     over the clients of the round, where :math:`d_k` is the discrepancy between the client's class distribution and the
     uniform one, divided by the sum over the clients (in the official code for ``kl`` alone). Clients send their numbers
-    of samples of each class.
+    of samples of each class. With ten clients ``b=0.1`` is the mean share, which brings shares half way to equal ones,
+    so that it does about as `FedAvg` with ``weighting=uniform``: on scikit-learn's digits 71 % beside 73 % after 15
+    rounds, and 88 % beside 89 % after 50, `FedAvg` 73 % and 88 % (docs/results.md, "Defaults").
     Source: Ye et al., 2023 (https://arxiv.org/abs/2305.19229).
 
     Args:

@@ -140,6 +140,7 @@ class LowRankAverage(WeightedAverage):
 
     needs = frozenset({"factors", "rest"})
     sends = frozenset({"weights", "energy", "factors", "rest"})
+    fixed_rounds = True
 
     def __init__(self, start: float = 0.95, end: float = 0.98) -> None:
         super().__init__(weighting="uniform")

@@ -109,7 +109,10 @@ class FedNH(WeightedAverage):
     .. math:: V_c \leftarrow \mathrm{normalise}\bigl(\rho V_c + (1 - \rho)\,
         \mathrm{normalise}(\sum_{i \in S} n_{ic}\, \mu_{ic})\bigr)
 
-    over the clients S of the round. A class without samples in the round keeps its prototype.
+    over the clients S of the round. A class without samples in the round keeps its prototype. On scikit-learn's digits
+    it has 86 % after 15 rounds and 93 % after 50, `FedAvg` 73 % and 88 %. On MNIST with 50 samples a client, 69 % after
+    50 rounds where `FedAvg` has 82 %: with ``scale=1`` logits start within 1 of 0, and few steps learn little; with 20
+    it has 81 % (docs/results.md, "Defaults").
     Source: Dai et al., 2023 (https://arxiv.org/abs/2212.02758).
 
     Args:

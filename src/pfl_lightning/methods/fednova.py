@@ -94,8 +94,10 @@ class NormalizedAverage(FedAvgM):
     .. math:: x \leftarrow x + \tau_{eff} \sum_k p_k \frac{\Delta_k}{A_k}
 
     Clients without a step are left out. With equal :math:`A_k` and ``effective=norm`` this is `WeightedAverage`. With
-    momentum on the server, the sum takes the place of the change in `FedAvgM`. Running statistics are averaged by
-    samples.
+    equal epochs :math:`A_k` grows with the client's samples, and :math:`p_k / A_k` hardly differs: clients count nearly
+    alike, so that it learns as `FedAvg` with ``weighting=uniform`` does, by longer steps: on scikit-learn's digits 76 %
+    after 15 rounds beside 73 %, `FedAvg` 73 % (docs/results.md, "Defaults"). With momentum on the server, the sum takes
+    the place of the change in `FedAvgM`. Running statistics are averaged by samples.
     Source: Wang et al., 2020 (https://arxiv.org/abs/2007.07481).
 
     Args:

@@ -24,9 +24,10 @@ class LDAWA(WeightedAverage):
         c_{kl} = \min\bigl(1,\, \cos(\theta_{kl}, \theta_{gl})\bigr)
 
     The weights aren't renormalised, so that the model shrinks where clients diverge, and learns more slowly than
-    `FedAvg`'s there; a reversed tensor counts negatively. A zero tensor has no direction: its cosine is 1. All
-    unweighted entries are averaged plainly. The first rounds are those of `WeightedAverage`. ``state["shares"]`` has
-    each client's mean of :math:`c_{kl} / K` over its tensors.
+    `FedAvg`'s there: on scikit-learn's digits 69 % after 15 rounds and 87 % after 50, `FedAvg` 73 % and 88 %
+    (docs/results.md, "Defaults"). A reversed tensor counts negatively. A zero tensor has no direction: its cosine is 1.
+    All unweighted entries are averaged plainly. The first rounds are those of `WeightedAverage`. ``state["shares"]``
+    has each client's mean of :math:`c_{kl} / K` over its tensors.
     Source: Rehman et al., 2023 (https://arxiv.org/abs/2307.07393).
 
     Args:

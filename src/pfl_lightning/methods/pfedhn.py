@@ -91,6 +91,10 @@ class HyperNetwork(Aggregator):
     the order of ids, or one a round. Momentum and decay also move the embeddings of absent clients, as in the official
     code. H has PyTorch's initialisation, so that the first models don't have the scale of the net's own.
 
+    Models start as a random H makes them, and need rounds: on scikit-learn's digits 89 % after 15 rounds, where `Local`
+    has 95 %, and 98 % after 50, where it has 97 %. With ``lr=0.03`` two of three seeds stay at
+    chance (docs/results.md, "Defaults").
+
     The state has about :math:`2h` numbers for each of the model's, where h is the width of H: 200 by default.
 
     A newcomer gets the model of the mean embedding. After training it, it gets, of all models that H makes with fixed

@@ -46,6 +46,7 @@ class PFedSim(WeightedAverage):
     """
 
     requires = frozenset({"classes"})
+    fixed_rounds = True
 
     def __init__(self, warmup: float = 0.5) -> None:
         super().__init__()
