@@ -6,7 +6,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_natural import OWNERS, SPLITS, Owned, numbers, ready, rows_of
 
-from pfl_lightning.data.splits import generators, given_split, split_client, split_clients, stratified_split, time_split
+from pfl_lightning.data.splits import (
+    fold_of,
+    generators,
+    given_split,
+    split_client,
+    split_clients,
+    stratified_split,
+    time_split,
+)
 from pfl_lightning.tasks import Classification
 
 ROWS = torch.arange(40) * 2
@@ -157,3 +165,68 @@ def test_clients_split_together_are_those_split_one_by_one():
     for client, parts in enumerate(split_clients(shares, 0.25, 0.1, seed=4)):
         alone = split_client(shares[client], client, 0.25, 0.1, seed=4)
         assert all(parts[split].equal(alone[split]) for split in ("train", "val", "test"))
+
+
+NAMED = np.array(["train", "train", "train", "test"] * 15)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"client_split": "stratified", "task": Classification(3)}, {"split": NAMED}, {"split": NAMED, "seed": 7}],
+    ids=str,
+)
+def test_each_row_outside_test_validates_in_one_fold(settings):
+    folds = [ready(val_fraction=0.2, val_fold=fold, **settings) for fold in range(5)]
+    plain = ready(val_fraction=0.2, **settings)
+    for client in range(3):
+        held = [[numbers(data, client, split) for split in SPLITS] for data in folds]
+        rest, test = numbers(plain, client, "train", "val"), numbers(plain, client, "test")
+        assert all(train == rest - val and val and own == test for train, val, own in held)
+        assert sorted(row for _, val, _ in held for row in val) == sorted(rest)
+        assert max(len(val) for _, val, _ in held) - min(len(val) for _, val, _ in held) <= 1
+
+
+def test_folds_keep_a_client_s_label_mix():
+    for fold in range(4):
+        data = ready(val_fraction=0.25, val_fold=fold, client_split="stratified", task=Classification(3))
+        counts = data.class_counts("val")
+        whole = counts + data.class_counts("train")
+        assert (counts - whole / 4).abs().max() < 1.5
+
+
+def test_clients_of_less_rows_than_folds_validate_in_some_folds():
+    given = np.array(["train"] * 60)
+    given[A[2:]] = given[np.flatnonzero(OWNERS == "b")[1:]] = "test"
+    folds = [ready(split=given, val_fraction=0.2, val_fold=fold) for fold in range(5)]
+    sizes = [[data.size(client, "val") for client in range(3)] for data in folds]
+    # two rows at a, and one at b, which always trains
+    assert sorted(a for a, _, _ in sizes) == [0, 0, 0, 1, 1] and {b for _, b, _ in sizes} == {0}
+    assert all(data.size(1, "train") == 1 for data in folds)
+
+
+def test_the_small_clients_of_a_fold_differ():
+    parts = [
+        {"train": torch.tensor([client, client + 10]), "val": torch.empty(0, dtype=torch.int64)} for client in range(5)
+    ]
+    sizes = [[len(each["val"]) for each in fold_of(parts, fold, 5)] for fold in range(5)]
+    assert [sum(each) for each in sizes] == [2] * 5
+    with pytest.raises(MisconfigurationException, match=r"data.val_fold=3: none of the 1 clients has a sample"):
+        fold_of(parts[:1], 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"val_fold": 5}, "data.val_fold=5 must be at least 0 and below the number of folds"),
+        ({"val_fold": -1}, "data.val_fold=-1 must be at least 0"),
+        ({"val_fold": 0, "val_fraction": 0.0}, "data.val_fold=0 needs folds"),
+        ({"val_fold": 0, "val_fraction": 0.7}, "data.val_fold=0 needs two folds"),
+        ({"val_fold": True}, "data.val_fold=True must be an integer"),
+        ({"val_fold": 0, "time": range(60), "client_split": "time"}, "data.val_fold=0: data.client_split=time"),
+        ({"val_fold": 0, "split": ["train", "val", "test"] * 20}, "data.val_fold=0: load.. names the val samples"),
+    ],
+    ids=str,
+)
+def test_folds_that_cannot_be_are_refused(settings, says):
+    with pytest.raises(MisconfigurationException, match=says):
+        ready(**{"val_fraction": 0.2, **settings})

@@ -452,6 +452,7 @@ def test_hyperparameters_are_plain():
         "new_clients": 0,
         "client_split": None,
         "resident": None,
+        "val_fold": None,
     }
 
 

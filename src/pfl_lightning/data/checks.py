@@ -65,6 +65,18 @@ def is_later_round(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 2
 
 
+def number_of_folds(val_fraction: float) -> int:
+    """Return the number of folds of a client's samples outside test, each about this share of them.
+
+    >>> number_of_folds(0.2), number_of_folds(0.3), number_of_folds(0.0)
+    (5, 3, 0)
+
+    Args:
+        val_fraction: share of val in the samples outside test, in [0, 1).
+    """
+    return round(1 / val_fraction) if val_fraction else 0
+
+
 # Checked in this order. Types come first (`check_settings`), so a condition may compare numbers. Sentences are format
 # strings over all settings, so a literal brace is doubled.
 CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
@@ -91,6 +103,18 @@ CONDITIONS: list[tuple[Callable[[Any], bool], str]] = [
     ),
     (lambda s: 0 <= s.test_fraction < 1, "test_fraction={test_fraction} must be at least 0 and below 1"),
     (lambda s: 0 <= s.val_fraction < 1, "val_fraction={val_fraction} must be at least 0 and below 1"),
+    (
+        lambda s: s.val_fold is None or s.val_fraction > 0,
+        "val_fold={val_fold} needs folds: set data.val_fraction too, such as 0.2 for five folds",
+    ),
+    (
+        lambda s: s.val_fold is None or number_of_folds(s.val_fraction) > 1,
+        "val_fold={val_fold} needs two folds or more: data.val_fraction={val_fraction} must be 0.5 or less",
+    ),
+    (
+        lambda s: s.val_fold is None or 0 <= s.val_fold < number_of_folds(s.val_fraction),
+        "val_fold={val_fold} must be at least 0 and below the number of folds, 1 / data.val_fraction={val_fraction}",
+    ),
     (
         lambda s: s.max_samples is None or s.max_samples >= (s.num_clients or 1),
         "max_samples={max_samples} must be at least num_clients={num_clients}",
@@ -181,7 +205,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     check_integers("data.", **{name: settings[name] for name in ("batch_size", "public_samples", "seed")})
     fractions = ("test_fraction", "val_fraction", "server_fraction")
     check_numbers("data.", **{name: settings[name] for name in fractions})
-    optional = ("num_clients", "max_samples")
+    optional = ("num_clients", "max_samples", "val_fold")
     check_integers("data.", **{name: settings[name] for name in optional if settings[name] is not None})
     for is_right, sentence in CONDITIONS:
         if not is_right(SimpleNamespace(**settings)):

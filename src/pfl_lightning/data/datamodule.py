@@ -87,6 +87,7 @@ class SplitSettings(TypedDict, total=False):
     resident: bool | None
     drift: dict[int, Partitioner] | None
     input_drift: list[InputDrift] | None
+    val_fold: int | None
 
 
 class DivisionSettings(SplitSettings, total=False):
@@ -148,6 +149,9 @@ class FederatedDataModule(LightningDataModule, ABC):
             same bits, and not under the engine ``vectorised``.
         input_drift: changes of clients' inputs from a round on, such as ``[InputDrift(start=20, shift=0.5)]``, one
             after the other where a client has several.
+        val_fold: number of the fold that validates, from 0 below 1 / ``val_fraction`` (rounded). Each client's samples
+            outside test are dealt to so many folds, so that each of them validates in one fold and trains in the
+            others; test samples are the same in all. None takes the first ``val_fraction`` of a client's samples.
 
     Raises:
         MisconfigurationException: if a value is out of range.
@@ -162,6 +166,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     num_clients: int
     """Number of clients M, known without `setup` unless it is left to the data."""
     val_fraction: float
+    val_fold: int | None
     test_fraction: float
     central_test: float | Literal["original"] | None
     public: "FederatedDataModule | None"
@@ -213,6 +218,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         resident: bool | None = None,
         drift: dict[int, Partitioner] | None = None,
         input_drift: list[InputDrift] | None = None,
+        val_fold: int | None = None,
     ) -> None:
         super().__init__()
         if not (public is None or isinstance(public, FederatedDataModule)):
@@ -245,6 +251,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.resident = resident is not False
         self.drift = drift
         self.input_drift = input_drift
+        self.val_fold = val_fold
         self.preprocessing: dict[str, Any] = {}
         """How raw values became inputs and targets, known after `setup`: plain values, which checkpoints hold."""
         self.adopted, self.adopted_names = {}, []

@@ -41,6 +41,7 @@ class Asked(Protocol):
     client_split: ClientSplit | None
     test_fraction: float
     val_fraction: float
+    val_fold: int | None
     max_samples: int | None
     client_test: ClientTest
     central_test: float | Literal["original"] | None
@@ -148,6 +149,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             None if times is None else numbered(times)[1],
             test_fraction,
             data.val_fraction,
+            data.val_fold,
             data.seed,
         ),
         owners=None if owners is None else numbered(owners),

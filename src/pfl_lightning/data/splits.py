@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfl_lightning.data.checks import ClientSplit
+from pfl_lightning.data.checks import ClientSplit, number_of_folds
 from pfl_lightning.data.samples import Split
 
 MASK, STEP = 2**128 - 1, 0x2360ED051FC65DA44385DF649FCCF645
@@ -284,6 +284,7 @@ def cut_of(
     times: Tensor | None,
     test_fraction: float,
     val_fraction: float,
+    val_fold: int | None,
     seed: int,
 ) -> Cut:
     """Return the function that splits all clients' samples.
@@ -295,10 +296,11 @@ def cut_of(
         times: a number for each sample's time, shape [N], for ``time``.
         test_fraction: share of test in a client's samples, in [0, 1).
         val_fraction: share of val in the samples outside test, in [0, 1).
+        val_fold: number of the fold that validates; None for the first ``val_fraction`` of a client's samples.
         seed: seed of the draws, 0 or more.
 
     Raises:
-        MisconfigurationException: if the data set lacks the column that ``kind`` needs.
+        MisconfigurationException: if the data set lacks the column that ``kind`` needs, or has no folds.
     """
     lacking = {
         "stratified": (strata, "samples have no class, nor another group by the data module's strata", "random"),
@@ -308,6 +310,14 @@ def cut_of(
     # refused before the first client is split, with the remedy for each kind
     if kind in lacking and lacking[kind][0] is None:
         raise MisconfigurationException(f"data.client_split={kind}: {lacking[kind][1]}; take {lacking[kind][2]}")
+    if val_fold is not None:
+        names_val = kind == "given" and bool((cast(NDArray[Any], given).astype(str) == "val").any())
+        if kind == "time" or names_val:
+            why = "load() names the val samples" if names_val else "data.client_split=time validates on later samples"
+            raise MisconfigurationException(f"data.val_fold={val_fold}: {why}, which have no folds; leave it out")
+        whole = cut_of(kind, strata, given, times, test_fraction, val_fraction, None, seed)
+        folds, groups = number_of_folds(val_fraction), strata if kind == "stratified" else None
+        return lambda shares: fold_of(whole(shares), val_fold, folds, groups)
     if kind == "stratified":
         groups = cast(Tensor, strata)
         return lambda shares: [
@@ -322,6 +332,39 @@ def cut_of(
         share = 0.0 if bool((named == "val").any()) else val_fraction
         return lambda shares: [given_split(rows, client, named, share, seed) for client, rows in enumerate(shares)]
     return lambda shares: split_clients(shares, test_fraction, val_fraction, seed)
+
+
+def fold_of(clients: Sequence[Parts], fold: int, folds: int, strata: Tensor | None = None) -> list[Parts]:
+    """Validate on another fold of each client's samples outside test, so that each of them validates in one fold.
+
+    Samples go to the folds in turn, at each client from another fold on: of clients with less samples than folds, each
+    validates in some of the folds, and in no fold all of them lack samples. A client's only sample always trains.
+
+    Args:
+        clients: pool positions of each client, by split.
+        fold: number of the fold, in [0, folds).
+        folds: number of folds, at least 2.
+        strata: group of each sample of the pool, shape [N], whose mix each fold keeps; None keeps none.
+
+    Raises:
+        MisconfigurationException: if no client has a sample in the fold.
+    """
+    found: list[Parts] = []
+    for client, parts in enumerate(clients):
+        # val first: with it, the order in which the client's samples were shuffled
+        rows = torch.cat([parts["val"], parts["train"]])
+        if strata is not None:
+            rows = rows[strata[rows].argsort(stable=True)]
+        is_val = (torch.arange(len(rows)) + client) % folds == fold
+        if len(rows) == 1:
+            is_val[:] = False
+        found.append({**parts, "val": rows[is_val], "train": rows[~is_val]})
+    if not any(len(parts["val"]) for parts in found):
+        raise MisconfigurationException(
+            f"data.val_fold={fold}: none of the {len(found)} clients has a sample in this one of {folds} folds; take a "
+            "larger data.val_fraction"
+        )
+    return found
 
 
 def stratified_split(
