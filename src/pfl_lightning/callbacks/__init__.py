@@ -32,6 +32,7 @@ from pfl_lightning.callbacks.matmul_precision import MatmulPrecision
 from pfl_lightning.callbacks.membership_audit import MembershipAudit
 from pfl_lightning.callbacks.progress import RoundProgress, RunBanner, RunBar
 from pfl_lightning.callbacks.round_logger import RoundLogger
+from pfl_lightning.callbacks.sample_scores import SampleScores
 from pfl_lightning.callbacks.similarity_pictures import SimilarityPictures
 from pfl_lightning.callbacks.trackers import TensorBoardReport, WandbReport
 
@@ -68,6 +69,7 @@ __all__ = [
     "RoundProgress",
     "RunBanner",
     "RunBar",
+    "SampleScores",
     "SignFlip",
     "SimilarityPictures",
     "TensorBoardReport",

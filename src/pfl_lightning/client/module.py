@@ -131,6 +131,8 @@ class ClientModule(LightningModule):
     """True if others learn about its samples through gradients of single samples alone. It isn't inherited either."""
     follows: ClassVar[frozenset[str]] = frozenset()
     """Entries of `sends` that follow from received and trained weights alone, with ``example_level``; not inherited."""
+    keeps_rows: bool = False
+    """Whether evaluations keep outputs and targets of single rows, as the callback `SampleScores` asks."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes that each round computes anew, such as ``gains`` or ``net.mask``.
 

@@ -43,6 +43,8 @@ from pfl_lightning.tasks.class_metrics import Area, Confusion
 
 POOLED = "_pooled"
 """Suffix in the name of a metric over all clients' samples, to which each client adds a share."""
+ROWS = f"rows{POOLED}"
+"""Name of each client's outputs and targets of single rows, where evaluations keep them."""
 OUTPUTS = 2**20
 """Output values that a net may compute at once in an evaluation on a CPU: 4 MiB in single precision, of which metrics
 make several copies."""
@@ -64,6 +66,33 @@ AGREEMENTS = (
     MultilabelMatthewsCorrCoef,
 )
 """Agreement beyond chance, undefined for targets of a single class."""
+
+
+class Rows(Metric):
+    """Keep outputs and targets of all rows, from which the score of each row follows."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("target", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, target: Tree) -> None:
+        """Add some rows.
+
+        Args:
+            outputs: a net's outputs ``[n, ...]``.
+            target: the rows' targets, ``[n, ...]`` or a tree.
+        """
+        # Targets in dicts or lists have no rows to score.
+        if isinstance(target, Tensor):
+            cast(list[Tensor], self.outputs).append(outputs)
+            cast(list[Tensor], self.target).append(target)
+
+    def compute(self) -> Tensor:
+        """Return the number of rows."""
+        return torch.tensor(sum(map(len, cast(list[Tensor], self.target))))
 
 
 def metrics_of(module: ClientModule) -> MetricCollection:
@@ -90,6 +119,8 @@ def metrics_of(module: ClientModule) -> MetricCollection:
     # Such as R², which isn't a mean of clients' values.
     if pooled := module.task.pooled():
         made.add_metrics({name + POOLED: metric for name, metric in pooled.items()})
+    if module.keeps_rows:
+        made.add_metrics({ROWS: Rows()})
     return made.to(module.device)
 
 
@@ -196,7 +227,12 @@ def own_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 def state_of(metric: Metric) -> StateDict:
     """Return the accumulated state of a metric, on the CPU."""
-    return {name: getattr(metric, name).detach().cpu() for name in metric.metric_state}
+    states = {name: getattr(metric, name) for name in metric.metric_state}
+    whole = {
+        name: (torch.cat(state) if state else torch.empty(0)) if isinstance(state, list) else state
+        for name, state in states.items()
+    }
+    return {name: state.detach().cpu() for name, state in whole.items()}
 
 
 def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> float:
@@ -390,6 +426,10 @@ def values_at_once(
         lengths: number of samples of each client.
     """
     clients, pooled = len(lengths), name.endswith(POOLED)
+    if isinstance(metric, Rows) and isinstance(target, Tensor):
+        sizes, there = lengths.tolist(), (outputs.detach().cpu(), target.detach().cpu())
+        own = zip(*(split_by(tree, sizes) for tree in there), strict=True)
+        return [{"outputs": each.clone(), "target": its.clone()} for each, its in cast(Any, own)]
     if is_accuracy(metric):
         right = sums_of((outputs.argmax(1) == target).long(), lengths)
         return cast(list[float], (right.float() / lengths).tolist())

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientState, Engine, Job
-from pfl_lightning.engines.evaluation import POOLED, pooled_value
+from pfl_lightning.engines.evaluation import POOLED, ROWS, pooled_value
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Monitor, Task
@@ -319,6 +319,8 @@ def over_clients(
     summary: dict[str, float] = {}
     names = dict.fromkeys(name for client in clients for name in results[client])
     for name in names:
+        if name == ROWS:
+            continue
         if name.endswith(POOLED):
             states = [results[client][name] for client in clients if name in results[client]]
             summary[name] = pooled_value((pooled or {})[name.removesuffix(POOLED)], states)
