@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_lightning.cli.compare.runs import Run
+from pfl_lightning.data import Split
 from pfl_lightning.runs.report import further
 from pfl_lightning.runs.run_status import SIMULATED, measured_seconds
+from pfl_lightning.runs.sample_scores import Scores, read_scores
 from pfl_lightning.tasks import Monitor
 
 
@@ -110,6 +112,10 @@ class Result:
     def clients(self) -> list[dict[str, str]]:
         """Rows of ``clients.csv``."""
         return read(self.folder / "clients.csv")
+
+    def scores(self, split: Split) -> list[Scores]:
+        """Return the scores of single rows of each client, in the order of `clients`; empty if the run kept none."""
+        return read_scores(self.folder, split)
 
     @cached_property
     def last_round(self) -> list[dict[str, str]]:
