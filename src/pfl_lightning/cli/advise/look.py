@@ -206,7 +206,8 @@ def own_relation(values: Tensor, labels: Tensor, owners: Tensor) -> float | None
     def centred(numbers: Tensor) -> Tensor:
         numbers = numbers.double()
         sums = torch.zeros(len(counts), numbers.shape[1], dtype=torch.float64).index_add_(0, place, numbers)
-        return numbers - (sums / counts[:, None])[place]
+        means: Tensor = (sums / counts[:, None])[place]
+        return numbers - means
 
     def explained(x: Tensor, y: Tensor) -> tuple[float, int]:
         # columns of an orthonormal basis of the labels

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.significance import Clients, Difference, difference, interval, of_clients
+from pfl_lightning.cli.compare.significance import Difference, difference, interval, of_clients
 from pfl_lightning.plots.runs import in_words, plot_by_client, plot_clients
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex_table, markdown_table
@@ -16,6 +16,8 @@ from pfl_lightning.tasks import Monitor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Value = TypeVar("Value")
 
 MANY = 50
 """Largest number of clients in tables for readers; more go to the CSV file, and a picture shows their distribution."""
@@ -207,16 +209,16 @@ def by_client(
     return ByClient(monitor, reference if base else None, values, {m: own for m, own in gains.items() if own})
 
 
-def split(clients: Clients) -> dict[str, Clients]:
+def split(clients: Mapping[tuple[int, str], Value]) -> dict[str, dict[tuple[int, str], Value]]:
     """Return the values of each client, by client.
 
     >>> split({(0, "a"): 1.0, (1, "a"): 2.0, (0, "b"): 3.0})
     {'a': {(0, 'a'): 1.0, (1, 'a'): 2.0}, 'b': {(0, 'b'): 3.0}}
 
     Args:
-        clients: a method's values.
+        clients: a method's values, or the scores of its rows.
     """
-    found: dict[str, Clients] = {}
+    found: dict[str, dict[tuple[int, str], Value]] = {}
     for key, value in clients.items():
         found.setdefault(key[1], {})[key] = value
     return found
