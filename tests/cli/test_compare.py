@@ -1,7 +1,9 @@
 """``pfl-lightning compare``: as its user sees it, most of it with a stand-in for ``fit``."""
 
 import json
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -54,14 +56,20 @@ if "by_mu" in plan:
     accuracy = plan["by_mu"][words[words.index("--model.mu") + 1]]
 cell = "" if accuracy is None else accuracy
 (folder / "rounds.csv").write_text(
-    "round,cohort,bytes/up,bytes/down,test/acc\\n"
-    f"1,0 1,1048576,0,{cell}\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell}\\n"
-    + "".join(f"{k},1 2,0,0,{value}\\n" for k, value in enumerate(plan.get("later", []), 3))
+    "round,cohort,bytes/up,bytes/down,test/acc,val/acc_mean\\n"
+    f"1,0 1,1048576,0,{cell},\\n2,{plan.get('cohort', '1 2')},3145728,0,{cell},{plan.get('val', '')}\\n"
+    + "".join(f"{k},1 2,0,0,{value},\\n" for k, value in enumerate(plan.get("later", []), 3))
 )
 tested = plan.get("clients", [cell, cell])
 names = plan.get("names", [""] * len(tested))
 rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, tested))]
 (folder / "clients.csv").write_text("\\n".join(["client,name,test/acc", *rows, ""]))
+if scores := plan.get("scores"):
+    import numpy as np
+
+    counts = [len(each) for each in scores]
+    test = {"test": np.concatenate(scores).astype("f4"), "test_counts": counts, "test_rows": counts}
+    np.savez(folder / "sample_scores.npz", **test)
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,
@@ -364,14 +372,14 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert compare("--methods Local FedPer FedProx Ditto --data Digits --seeds 0 1 2") == 0
     table = table_of()
     # 2.484 is t's 97.5 % quantile of two degrees of freedom times 1 / sqrt(3)
-    assert table["FedPer"]["over Local"] == "+21.00 [+18.52, +23.48]* (100 %)"
-    assert table["FedProx"]["over Local"] == "+1.00 [-5.57, +7.57] (67 %)"
+    assert table["FedPer"]["over Local (by client)"] == "+21.00 [+18.52, +23.48]* (100 %)"
+    assert table["FedProx"]["over Local (by client)"] == "+1.00 [-5.57, +7.57] (67 %)"
     # the same difference at each seed has no interval
-    assert (table["Ditto"]["over Local"], table["Local"]["over Local"]) == ("+0.00 (0 %)", "-")
+    assert (table["Ditto"]["over Local (by client)"], table["Local"]["over Local (by client)"]) == ("+0.00 (0 %)", "-")
     bold = {(method, title) for method, row in table.items() for title, cell in row.items() if cell[:2] == "**"}
     # three methods share the first place of the weighted mean
-    weighted = {(method, "last (weighted)") for method in ("Local", "FedPer", "FedProx")}
-    assert bold == {("FedPer", "last (plain)"), *weighted}
+    weighted = {(method, "last (by sample)") for method in ("Local", "FedPer", "FedProx")}
+    assert bold == {("FedPer", "last (by client)"), *weighted}
     notes = " ".join((OUT / "comparison.md").read_text().split())
     assert "after Holm's correction for 2 comparisons" in notes and notes.count("Reported round") == 1
     latex = (OUT / "comparison.tex").read_text()
@@ -386,6 +394,62 @@ def test_the_best_alone_is_bold_and_differences_have_intervals_and_stars(stand_i
     assert "| Bremen | +21.00 [+18.52, +23.48] | +1.00 [-5.57, +7.57]" in (OUT / "by_client.md").read_text()
     assert (OUT / "by_client.tex").read_text().count(r"\begin{table}") == 2
     assert (OUT / "report.html").read_text().count("<h2>By client</h2>") == 1
+
+
+def right(*counts):
+    """Scores of clients, each with so many right rows of so many, and the clients' accuracies."""
+    scores = [[1.0] * share + [0.0] * (rows - share) for share, rows in counts]
+    accuracies = [share / rows for share, rows in counts]
+    whole = sum(share for share, _ in counts) / sum(rows for _, rows in counts)
+    return {"scores": scores, "clients": accuracies, "accuracy": whole}
+
+
+def test_intervals_are_over_test_rows_where_all_seeds_share_them_and_both_means_are_told(stand_in):
+    stand_in(
+        Local=right((60, 100), (14, 16)) | {"val": 0.7},
+        # better by sample, and worse by client
+        FedAvg=right((66, 100), (12, 16)) | {"val": 0.6},
+        FedPer=right((70, 100), (14, 16)) | {"val": 0.8},
+    )
+    line = "--methods Local FedAvg FedPer --data Digits --seeds 0 1 2"
+    assert compare(line) == 0
+    table, notes = table_of(), " ".join((OUT / "comparison.md").read_text().split())
+    titles = ["over Local (by client)", "over Local (by sample)"]
+    assert [name for name in table["FedPer"] if name.startswith("over ")] == titles
+    for title, share in zip(titles, (0.5, 100 / 116), strict=True):
+        # ten rows of the hundred differ, the same at each seed: their variance over rows, and none over seeds
+        half = 1.98 * share * math.sqrt(0.1 * 0.9 / 99)
+        mean, low, high = map(float, re.findall(r"[+-][\d.]+", table["FedPer"][title])[:3])
+        assert mean == pytest.approx(10 * share, abs=0.01)
+        assert (low, high) == pytest.approx((mean - 100 * half, mean + 100 * half), abs=0.1)
+    assert "The two means disagree: Local is better than FedAvg by client, and worse by sample." in notes
+    assert "from 3 methods: FedPer." in notes
+    # over seeds the same rows count as certain
+    assert compare(f"{line} --interval seeds") == 0
+    assert "for these test rows alone" in (OUT / "comparison.md").read_text()
+
+
+def test_a_reference_that_validation_prefers_is_no_gain_and_without_validation_nothing_is_chosen(stand_in):
+    methods = ("Local", "FedAvg", "FedPer")
+    for values, words in (((0.8, 0.6, 0.8), "choose Local, the reference"), (("", "", ""), "No row validates")):
+        stand_in(**{name: right((60, 100)) | {"val": value} for name, value in zip(methods, values, strict=True)})
+        out = Path("runs", words.split()[-1])
+        assert compare(f"--methods {' '.join(methods)} --data Digits --out {out}") == 0
+        assert words in " ".join((out / "comparison.md").read_text().split())
+
+
+def test_where_rows_differ_by_seed_or_have_no_scores_intervals_are_over_seeds(stand_in):
+    own = {"Local": 60, "FedAvg": 66}
+    for kind in ("partition", "scores"):
+        plans = {
+            f"{name}_{seed}": right((share + seed, 100)) | ({kind: f"p{seed}"} if kind == "partition" else {kind: None})
+            for name, share in own.items()
+            for seed in (0, 1)
+        }
+        stand_in(**plans)
+        assert compare(f"--methods Local FedAvg --data Digits --seeds 0 1 --interval samples --out runs/{kind}") == 0
+        notes = " ".join(Path(f"runs/{kind}/comparison.md").read_text().split())
+        assert "--interval samples needs scores of the same test rows" in notes and "by Student's t over seeds" in notes
 
 
 @pytest.mark.exhaustive
@@ -407,10 +471,10 @@ def test_intervals_hold_for_other_clients_where_these_stay(stand_in):
     line = "--methods FedPer FedAvg --data Digits --seeds 0 1"
     for options, cell in {"": "+30.00 [-97.06, +157.06]", "--interval clients": "+30.00 [-160.59, +220.59]"}.items():
         assert compare(f"{line} {options}") == 0
-        assert table_of()["FedPer"]["over FedAvg"].startswith(cell)
+        assert table_of()["FedPer"]["over FedAvg (by client)"].startswith(cell)
     # each seed has clients of its own
     assert compare("--methods Local FedAvg --data Digits --seeds 0 1 --reference FedAvg --interval clients") == 0
-    assert table_of()["Local"]["over FedAvg"].startswith("+30.00 [-97.06, +157.06]")
+    assert table_of()["Local"]["over FedAvg (by client)"].startswith("+30.00 [-97.06, +157.06]")
     assert "--interval clients needs the same clients" in (OUT / "comparison.md").read_text()
 
 
@@ -430,8 +494,10 @@ def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, optio
     reference, sign = title.removeprefix("over "), 1 if title == "over FedPer" else -1
     other = {"FedPer": "FedAvg", "FedAvg": "FedPer"}[reference]
     row = table_of()
-    assert row[reference][title] == "-" and row[other][title].startswith(f"{15 * sign:+.2f} (")
-    assert [name for name in row[other] if name.startswith("over ")] == [title]
+    titles = [f"{title} (by client)", f"{title} (by sample)"]
+    assert row[reference][titles[0]] == "-" and row[other][titles[0]].startswith(f"{15 * sign:+.2f} (")
+    # the stand-in's two means differ
+    assert [name for name in row[other] if name.startswith("over ")] == titles
 
 
 def test_columns_that_are_asked_for(stand_in, capsys):
@@ -444,7 +510,7 @@ def test_columns_that_are_asked_for(stand_in, capsys):
     assert compare("--table mine.yaml --out runs/compare-Digits") == 0
     lines = (OUT / "comparison.md").read_text().splitlines()
     head, _, *rows = (line.strip("| ").split(" | ") for line in lines[:5])
-    assert head == ["method", "last (weighted)", *asked[1:]]
+    assert head == ["method", "last (by sample)", *asked[1:]]
     # twelve rounds: two of 50 %, and those of 1 to 10 %; at the second client two share the second place
     assert [row[2:] for row in rows] == [
         ["8.00", "15.20", "40.00", "2.00"],
@@ -498,7 +564,7 @@ def test_columns_of_several_rounds_want_as_many(stand_in):
         json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})
     )
     compare("--table mine.yaml --data Digits --out runs/compare-Digits")
-    assert (OUT / "comparison.md").read_text().startswith("| method | last (weighted) |\n")
+    assert (OUT / "comparison.md").read_text().startswith("| method | last (by sample) |\n")
 
 
 # With fit itself
@@ -550,7 +616,7 @@ def test_methods_start_alike(compared):
 def test_the_table_is_there_in_all_forms(compared):
     out = compared / "out"
     text = (out / "comparison.md").read_text()
-    titles = ["method", "best on validation", "last (weighted)", "last (plain)", "best on test", "worst decile"]
+    titles = ["method", "best on validation", "last (by sample)", "last (by client)", "best on test", "worst decile"]
     assert text.startswith(f"| {' | '.join([*titles, 'MiB up', 'MiB down'])} |")
     assert text.endswith("Same partition, cohorts and initial weights for all methods at each seed.\n")
     assert r"\begin{tabular}" in (out / "comparison.tex").read_text()

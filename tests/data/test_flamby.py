@@ -78,6 +78,14 @@ def test_table_standardises_by_the_training_patients_of_all_clients(heart):
         FedHeartDisease(central_test=0.1)
 
 
+def test_without_standardising_features_stay_in_their_units(heart):
+    data = made(FedHeartDisease, heart, standardize=None)
+    means = [float(data.part(client, "train").x[:, 3].mean()) for client in range(4)]
+    known = made(FedHeartDisease, heart).preprocessing["mean"]["chol"]
+    assert means == pytest.approx(known, rel=1e-5) and data.fitted_on == "nothing"
+    assert "mean" not in data.preprocessing
+
+
 def test_a_rare_label_is_not_divided_and_others_keep_their_mix():
     ill = np.array([0] * 20 + [1] * 30)
     tested = np.array(splits_of(ill)) == "test"

@@ -1,5 +1,6 @@
 """Scores of single validation and test rows, from which intervals over rows follow."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -121,7 +122,11 @@ def scored(rows: dict[str, Tensor] | None, metrics: MetricCollection, task: Task
     count = len(target)
 
     def values(own: Tensor, its: Tensor, sizes: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.array([each[name] for each in evaluate_outputs(own, its, sizes, metrics, task)], dtype=np.float64)
+        # single rows have one class, of which torchmetrics warns
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found = evaluate_outputs(own, its, sizes, metrics, task)
+        return np.array([each[name] for each in found], dtype=np.float64)
 
     [whole] = values(outputs, target, [count])
     alone = values(outputs, target, [1] * count)

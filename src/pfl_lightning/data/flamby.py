@@ -38,14 +38,16 @@ class FedHeartDisease(OwnedData):
     Four clients named Cleveland, Hungary, Long Beach and Switzerland. As in FLamby, three columns with many gaps are
     left out, then patients with a gap; chest pain and electrocardiogram become columns of 0 and 1; 34 % of each
     hospital's patients are tested on, always the same ones, with the label mix of the hospital. Features have mean 0
-    and deviation 1 over training patients.
+    and deviation 1 over training patients. Means of each hospital's own delete the level between hospitals; those of
+    all keep it, and a federation can have them without the tables, from each hospital's sums.
 
     The files are ``heart_disease/processed.{cleveland,hungarian,switzerland,va}.data`` below ``root``, from
     https://archive.ics.uci.edu/dataset/45/heart+disease.
 
     Args:
         standardize: whose training patients give means and deviations: each ``client`` its own, as for FLamby's
-            federated and local models, or all clients together (``table``), as for its pooled model.
+            federated and local models, or all clients together (``table``), as for its pooled model; None leaves
+            features in their units.
         **kwargs: settings of `FederatedDataModule`; ``test_fraction`` and ``download`` have no effect. FLamby has no
             validation patients, which is ``val_fraction`` 0.
 
@@ -57,8 +59,11 @@ class FedHeartDisease(OwnedData):
 
     input_shape = (13,)
 
-    def __init__(self, standardize: Literal["client", "table"] = "client", **kwargs: Unpack[DataSettings]) -> None:
-        check_choices("data", standardize=(standardize, ("client", "table")))
+    def __init__(
+        self, standardize: Literal["client", "table"] | None = "client", **kwargs: Unpack[DataSettings]
+    ) -> None:
+        if standardize is not None:
+            check_choices("data", standardize=(standardize, ("client", "table")))
         super().__init__(Classification(2), **kwargs)
         if standardize == "client" and self.central_test is not None:
             raise MisconfigurationException(
@@ -79,7 +84,9 @@ class FedHeartDisease(OwnedData):
             owners += [hospital] * len(ill)
             splits += splits_of(ill)
         names = [*KEPT.values(), *(f"{name} {level}" for name, levels in CODED.values() for level in levels)]
-        self.preprocessing = {"features": names, "targets": ["ill"], "standardize": self.standardize}
+        self.preprocessing = {"features": names, "targets": ["ill"]}
+        if self.standardize is not None:
+            self.preprocessing["standardize"] = self.standardize
         return Loaded(torch.from_numpy(np.concatenate(x)), torch.from_numpy(np.concatenate(y)), owners, splits)
 
     def _patients(self, file: str) -> NDArray[np.float64]:
@@ -103,6 +110,8 @@ class FedHeartDisease(OwnedData):
             samples: all patients.
             division: the pool positions of each client's patients.
         """
+        if self.standardize is None:
+            return Samples(samples.x.float(), samples.y)
         x = samples.x.numpy()
         result = np.zeros(x.shape, dtype=np.float32)
         if self.standardize == "table":
@@ -130,6 +139,8 @@ class FedHeartDisease(OwnedData):
     @property
     def fitted_on(self) -> FittedOn:
         """Return the rows that decide how raw values become inputs and targets."""
+        if self.standardize is None:
+            return "nothing"
         return "each client" if self.standardize == "client" else "all clients"
 
 

@@ -2,13 +2,23 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, TypeVar
 
 from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.significance import Difference, difference, interval, of_clients
+from pfl_lightning.cli.compare.significance import (
+    Difference,
+    Population,
+    clients_stay,
+    difference,
+    interval,
+    of_clients,
+    paired,
+    rows_of,
+    sample_interval,
+)
 from pfl_lightning.plots.runs import in_words, plot_by_client, plot_clients
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex_table, markdown_table
@@ -23,8 +33,11 @@ MANY = 50
 """Largest number of clients in tables for readers; more go to the CSV file, and a picture shows their distribution."""
 
 ALONE = """\
-{gain}: the mean over seeds, with the 95 % interval by Student's t over seeds. Each interval stands alone: of twenty
-clients without a gain, one interval leaves out 0 by chance."""
+{gain}: the mean over seeds, with the 95 % interval {over}.
+Each interval stands alone: of twenty clients without a gain, one interval leaves out 0 by chance."""
+
+OVER = {"samples": "for other test rows of the client and other seeds"}
+"""What intervals of single clients hold for, where it isn't other seeds."""
 
 OTHERS = "Clients have no names and differ from seed to seed (--vary_data), so there is no table by client."
 
@@ -38,12 +51,14 @@ class ByClient:
         reference: the method whose values gains are measured from; None for no gains.
         values: the metric in its own sign, one number per seed, by method and client.
         gains: differences to the reference, by method and client.
+        population: for what intervals hold.
     """
 
     monitor: Monitor
     reference: str | None
     values: Mapping[str, Mapping[str, Sequence[float]]]
     gains: Mapping[str, Mapping[str, Difference]]
+    population: Population = "seeds"
 
     @property
     def clients(self) -> list[str]:
@@ -150,7 +165,8 @@ class ByClient:
     def notes(self) -> list[str]:
         """Return what the intervals mean; nothing without intervals."""
         there = any(not math.isnan(one.half) for own in self.gains.values() for one in own.values())
-        return [ALONE.format(gain=f"{self.gain[0].upper()}{self.gain[1:]}")] if there else []
+        over = OVER.get(self.population, "by Student's t over seeds")
+        return [ALONE.format(gain=f"{self.gain[0].upper()}{self.gain[1:]}", over=over)] if there else []
 
 
 def ends(one: Difference, monitor: Monitor) -> tuple[float, float, float]:
@@ -164,19 +180,12 @@ def ends(one: Difference, monitor: Monitor) -> tuple[float, float, float]:
     return mean, mean - one.half, mean + one.half
 
 
-def clients_stay(methods: Mapping[str, Sequence[Result]]) -> bool:
-    """Return True if a client is the same one at each seed: by its name, or as the partition is the same.
-
-    Args:
-        methods: finished runs by method.
-    """
-    results = [result for results in methods.values() for result in results]
-    named = all(row.get("name") for result in results for row in result.clients)
-    return named or len({str(result.common["partition"]) for result in results}) <= 1
-
-
 def by_client(
-    methods: Mapping[str, Sequence[Result]], reference: str | None, monitor: Monitor, overlap: float = 0.0
+    methods: Mapping[str, Sequence[Result]],
+    reference: str | None,
+    monitor: Monitor,
+    overlap: float = 0.0,
+    population: Population = "seeds",
 ) -> ByClient | None:
     """Return the comparison by client; None if no client has a value, or clients differ from seed to seed.
 
@@ -185,6 +194,7 @@ def by_client(
         reference: the method whose values gains are measured from.
         monitor: the metric that selects.
         overlap: as for `difference`.
+        population: ``samples`` for intervals over test rows, of clients with scores of them; else they are over seeds.
     """
     if not clients_stay(methods):
         return None
@@ -206,7 +216,20 @@ def by_client(
         for method, own in signed.items()
         if base and method != reference
     }
-    return ByClient(monitor, reference if base else None, values, {m: own for m, own in gains.items() if own})
+    if base and population == "samples":
+        scores = rows_of(methods[str(reference)])
+        for method, own in gains.items():
+            rows, _ = paired(rows_of(methods[method]), scores)
+            # a client without scores has a gain without an interval
+            gains[method] = {
+                client: Difference(*sample_interval({client: rows[client]}), one.better)
+                if client in rows
+                else replace(one, half=math.nan, probability=math.nan)
+                for client, one in own.items()
+            }
+    return ByClient(
+        monitor, reference if base else None, values, {m: own for m, own in gains.items() if own}, population
+    )
 
 
 def split(clients: Mapping[tuple[int, str], Value]) -> dict[str, dict[tuple[int, str], Value]]:

@@ -162,7 +162,11 @@ class Comparison(AbstractContextManager["Comparison"]):
             folder: the folder of runs.
             more: further options of ``fit``.
         """
-        data = ("--data.seed", str(seed)) if self.given.vary_data else ()
+        if self.given.vary_data:
+            data = ("--data.seed", str(seed))
+        else:
+            # intervals over samples need the scores of the test samples, which all seeds share
+            data = ("--trainer.callbacks+=SampleScores", "--trainer.callbacks.optional=true")
         arguments = (*method.among(self.passed), *more, "--seed_everything", str(seed), *data)
         return Run(method.label, seed, folder / method.label / f"seed_{seed}", arguments)
 
@@ -357,9 +361,9 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument(
         "--interval",
         choices=get_args(Population),
-        default="seeds",
-        help="intervals of gains hold for other seeds of the same clients, or for other clients of their kind as well "
-        "(default: seeds)",
+        help="intervals of gains hold for other test samples of the same clients and other seeds, for other seeds on "
+        "these test samples alone, or for other clients of their kind and seeds (default: samples where all seeds "
+        "share the test samples, else seeds)",
     )
     parser.add_argument("--commands", action="store_true", help="print one command per run, and run nothing")
     parser.add_argument("--collect", action="store_true", help="run nothing, and write the table of all finished runs")

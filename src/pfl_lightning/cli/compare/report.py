@@ -1,15 +1,17 @@
 """Write the files of a comparison: tables as text, CSV, Markdown and LaTeX, curves, and an HTML page."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from pathlib import Path
+from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-from pfl_lightning.cli.compare.by_client import OTHERS, by_client, clients_stay
+from pfl_lightning.cli.compare.by_client import OTHERS, by_client
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
+    BY,
     LAST,
     NEW,
     OVER,
@@ -23,23 +25,35 @@ from pfl_lightning.cli.compare.results import (
     comparison_table,
     cost_to_target,
     differences,
+    disagreement,
     is_target,
     over_seeds,
     reasons,
     same_numbers,
+    unequal,
 )
 from pfl_lightning.cli.compare.runs import Run
-from pfl_lightning.cli.compare.significance import Population, by_method, differences_to, ranks, shown
+from pfl_lightning.cli.compare.significance import (
+    Difference,
+    Population,
+    by_method,
+    gains_of,
+    interval,
+    population_of,
+    ranks,
+    shown,
+    unscored,
+)
 from pfl_lightning.plots.runs import plot_mean_curves
 from pfl_lightning.runs.report import Row, write_rows
 from pfl_lightning.runs.tables import latex, latex_table, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
 
 MEANINGS = {
-    "best on validation": "of the round that validation selects, weighted",
+    "best on validation": "of the round that validation selects, by sample",
     "last": "of the last round",
-    "weighted": "clients count by their test samples",
-    "plain": "all clients count alike",
+    "by sample": "clients count by their test samples",
+    "by client": "all clients count alike",
     "best on test": "of the round that is best on the test samples, so too optimistic",
     "mean of last five": "over the last five rounds",
     "ten best": "the mean of the ten best rounds on the test samples",
@@ -59,16 +73,33 @@ BOLD = """\
 Bold: the best mean of the column alone. It says nothing about significance."""
 
 OVER_REFERENCE = """\
-Over {reference}: a client's mean gain over {reference}, with all clients alike, as in "last (plain)"; [95 % interval by
-Student's t {population}]; the share of clients with a gain."""
+Over {reference}: the mean gain over {reference} [95 % interval {population}]; the share of clients with a gain."""
 
 POPULATIONS: dict[Population, str] = {
-    "seeds": "over seeds' mean differences",
-    "clients": "over clusters by seed and by client, which holds for other clients of their kind as well",
+    "samples": "for other test rows of these clients and other seeds",
+    "seeds": "by Student's t over seeds, for these test rows alone",
+    "clients": "by Student's t over clusters by seed and by client, for other clients of their kind as well",
 }
 """Explanations of ``--interval``."""
 
-STRANGERS = "--interval clients needs the same clients at all seeds, and these differ: intervals are over seeds."
+FALLEN_BACK: dict[Population, str] = {
+    "samples": "--interval samples needs scores of the same test rows at all seeds, and these runs have none (the "
+    "reason is in their output.txt): intervals are over seeds.",
+    "clients": "--interval clients needs the same clients at all seeds, and these differ: intervals are over seeds.",
+}
+"""Why intervals are others than those asked for."""
+
+WITHOUT_SCORES = "Without an interval over rows, as their metric is undefined without some row: {clients}."
+
+CHOSEN = """\
+Chosen on validation rows from {count} methods: {method}. On test rows, which had no part in this choice, its gain over
+{reference} is {gains}; this one comparison needs no correction."""
+
+CHOSEN_REFERENCE = "Validation rows choose {method}, the reference, from {count} methods."
+
+CHOSEN_ON_TEST = """\
+No row validates: whoever reports the best of these {count} methods has chosen it by the test rows that report it, and
+its gain looks too good."""
 
 STAR = """\
 A star marks a difference with p < 0.05 after Holm's correction for {count}."""
@@ -91,7 +122,7 @@ def write(
     paper: Mapping[str, str],
     columns: Sequence[str] = (),
     reference: str | None = None,
-    population: Population = "seeds",
+    population: Population | None = None,
 ) -> str:
     """Write all files of a comparison, and return the text for the terminal.
 
@@ -104,40 +135,52 @@ def write(
         paper: a paper's numbers, by method.
         columns: titles of the columns; empty for the usual ones.
         reference: the method that all others are compared with; None for no such comparison.
-        population: for what intervals of gains hold.
+        population: for what intervals of gains hold; None for test rows and seeds where all seeds share the rows, else
+            for seeds.
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
-    over = f"{OVER}{reference}"
-    # a partition of its own for each seed varies clients, and seeds are all that there is to count
-    kept: Population = population if clients_stay(methods) else "seeds"
-    compared = differences_to(clients, reference, kept) if reference in clients else {}
-    renamed = (over if title.startswith(OVER) else LAST if title == "last" else title for title in columns)
-    columns = list(dict.fromkeys(renamed))
-    gains = {method: shown(one, is_marked, monitor) for method, (one, is_marked) in compared.items()}
-    more = {over: gains, RANK: ranks(clients), PAPER: paper}
+    kept = population_of(methods, population)
+    columns = list(dict.fromkeys(whole_titles(columns, reference, unequal(methods, monitor))))
+    compared = {
+        f"{OVER}{reference} {ending}": gains_of(methods, reference, kept, by)
+        for by, ending in BY.items()
+        if reference in clients and (by == "client" or kept != "clients")
+    }
+    more: dict[str, Mapping[str, str]] = {
+        title: {method: shown(one, is_marked, monitor) for method, (one, is_marked) in own.items()}
+        for title, own in compared.items()
+        # by default one column of gains, where both means are the same
+        if columns or title.endswith(BY["client"]) or unequal(methods, monitor)
+    }
+    more |= {RANK: ranks(clients), PAPER: paper}
     more |= {title: cost_to_target(title, methods) for title in columns if is_target(title)}
     cells = comparison_table(methods, failures, {title: column for title, column in more.items() if column}, columns)
     marked = best_cells(cells, methods, monitor)
     caption = caption_of(cells[0], monitor, seeds)
     notes = [*(reason for method in methods for reason in reasons(method, failures)), *tuning]
-    if any(title in cells[0] for title in (LAST, PLAIN, RANK, over)):
+    over = [title for title in compared if title in cells[0]]
+    if over or any(title in cells[0] for title in (LAST, PLAIN, RANK)):
         notes.append(ROUND)
-    if over in cells[0]:
+    notes += disagreement(methods, monitor, reference)
+    if over:
         notes.append(OVER_REFERENCE.format(reference=reference, population=POPULATIONS[kept]))
-        notes += [STRANGERS] if kept != population else []
-        known = sum(not isnan(one.half) for one, _ in compared.values())
+        notes += [FALLEN_BACK[population]] if population not in (None, kept) else []
+        if kept == "samples" and (lacking := unscored(methods)):
+            notes.append(WITHOUT_SCORES.format(clients=", ".join(lacking)))
+        known = max(sum(not isnan(one.half) for one, _ in compared[title].values()) for title in over)
         if known:
             notes.append(STAR.format(count=f"{known} comparisons" if known > 1 else "1 comparison"))
-        elif len(seeds) == 1:
+        elif len(seeds) == 1 and kept != "samples":
             notes.append(ONE_SEED)
+        notes += best_of(methods, str(reference), compared, monitor)
     if any(is_target(title) for title in cells[0]):
         notes.append(TARGETS)
     if RANK in cells[0]:
         notes.append(RANKS)
     if marked:
         notes.append(BOLD)
-    sites = by_client(methods, reference, monitor)
+    sites = by_client(methods, reference, monitor, population=kept)
     if clients and sites is None:
         notes.append(OTHERS)
     notes += same_numbers(methods)
@@ -166,6 +209,64 @@ def write(
     (out / "report.html").write_text(report)
     closing = f"report.html, tables, curves and one folder per run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
+
+
+def whole_titles(columns: Sequence[str], reference: str | None, both: bool) -> Iterator[str]:
+    """Yield the whole titles of columns, of which ``last`` and ``over METHOD`` are short.
+
+    >>> list(whole_titles(["last", "over Local", "over Local (by sample)"], "FedAvg", True))
+    ['last (by sample)', 'over FedAvg (by client)', 'over FedAvg (by sample)', 'over FedAvg (by sample)']
+
+    Args:
+        columns: titles.
+        reference: the method that all others are compared with.
+        both: True if the two means over clients differ; ``over METHOD`` then stands for both.
+    """
+    for title in columns:
+        if title == "last":
+            yield LAST
+        elif title.startswith(OVER):
+            endings = [ending for ending in BY.values() if title.endswith(ending)]
+            yield from (f"{OVER}{reference} {ending}" for ending in endings or [*BY.values()][: 1 + both])
+        else:
+            yield title
+
+
+def best_of(
+    methods: Mapping[str, Sequence[Result]],
+    reference: str,
+    compared: Mapping[str, Mapping[str, tuple[Difference, bool]]],
+    monitor: Monitor,
+) -> list[str]:
+    """Return a sentence on the method that validation rows choose, and its gain on test rows.
+
+    The method is chosen by its mean over clients and seeds in the last round. Empty for fewer than three methods, of
+    which none is chosen.
+
+    Args:
+        methods: finished runs by method.
+        reference: the method that gains are measured from.
+        compared: gains by method, by title of the column.
+        monitor: the metric that selects.
+    """
+    finished = {method: results for method, results in methods.items() if results}
+    if len(finished) < 3:
+        return []
+    validated = {
+        method: fmean(float(result.rows[-1].get(f"val/{monitor.metric}_mean") or "nan") for result in results)
+        for method, results in finished.items()
+    }
+    if any(isnan(mean) for mean in validated.values()):
+        return [CHOSEN_ON_TEST.format(count=len(finished))]
+    # of equally good methods the reference holds
+    best = max(validated, key=lambda method: (monitor.sign * validated[method], method == reference))
+    if best == reference:
+        return [CHOSEN_REFERENCE.format(method=best, count=len(finished))]
+    gains = {title: own[best][0] for title, own in compared.items() if best in own}
+    words = [f"{interval(one, monitor)} {title.removeprefix(f'{OVER}{reference} ')}" for title, one in gains.items()]
+    if not words:
+        return []
+    return [CHOSEN.format(count=len(finished), method=best, reference=reference, gains=" and ".join(words))]
 
 
 def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -> str:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -44,8 +45,14 @@ FEW, MANY = 5, 10
 OVER, RANK, PAPER = "over ", "rank", "paper"
 """Titles of the columns on ranks and on a paper's numbers, and the beginning of the one on gains over a reference."""
 
-LAST, PLAIN = "last (weighted)", "last (plain)"
+LAST, PLAIN = "last (by sample)", "last (by client)"
 """Titles of the reported round's means over clients: weighted by test samples, and with all clients alike."""
+
+Mean: TypeAlias = Literal["client", "sample"]
+"""How clients count in a mean: each alike, or each by its number of test rows."""
+
+BY: dict[Mean, str] = {"client": "(by client)", "sample": "(by sample)"}
+"""Endings of titles, by how clients count in the mean."""
 
 NEW = "New clients took no part: each is tested with the model received after the last round, and again after joining."
 
@@ -293,6 +300,48 @@ def reasons(method: str, failures: Mapping[Run, str]) -> list[str]:
         if run.method == method:
             seeds.setdefault(why, []).append(str(run.seed))
     return [f"{method} failed with seed {', '.join(each)}: {why}" for why, each in seeds.items()]
+
+
+def unequal(methods: Mapping[str, Sequence[Result]], monitor: Monitor) -> bool:
+    """Return True if the two means over clients, by client and by sample, differ in any run's reported round.
+
+    Args:
+        methods: finished runs by method.
+        monitor: the metric that selects.
+    """
+    names = (f"plain/test/{monitor.metric}", f"final/test/{monitor.metric}")
+    pairs = [[result.values.get(name, math.nan) for name in names] for each in methods.values() for result in each]
+    return any(abs(plain - weighted) > 1e-6 * abs(plain) for plain, weighted in pairs)
+
+
+def disagreement(methods: Mapping[str, Sequence[Result]], monitor: Monitor, reference: str | None) -> list[str]:
+    """Return a sentence on pairs of methods whose order differs between both means over clients; empty if none does.
+
+    Args:
+        methods: finished runs by method.
+        monitor: the metric that selects.
+        reference: the method whose pairs are named one by one.
+    """
+    names = (f"plain/test/{monitor.metric}", f"final/test/{monitor.metric}")
+    means = {}
+    for method, summary in ((method, over_seeds(results)) for method, results in methods.items()):
+        if all(name in summary for name in names):
+            means[method] = [monitor.sign * summary[name][0] for name in names]
+    turned = [
+        (one, other)
+        for one, other in combinations(means, 2)
+        if (means[one][0] - means[other][0]) * (means[one][1] - means[other][1]) < 0
+    ]
+    if not turned:
+        return []
+    # the pairs with the reference first, as the table is about these
+    shown = sorted(turned, key=lambda pair: reference not in pair)[: max(1, sum(reference in pair for pair in turned))]
+    words = []
+    for pair in shown:
+        better, worse = sorted(pair, key=lambda method: -means[method][0])
+        words.append(f"{better} is better than {worse} by client, and worse by sample")
+    more = f"; so it is for {len(turned) - len(shown)} other pairs" if len(turned) > len(shown) else ""
+    return [f"The two means disagree: {'; '.join(words)}{more}."]
 
 
 def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
-from pfl_lightning.cli.compare.results import OVER, Result
+from pfl_lightning.cli.compare.results import OVER, Mean, Result
 from pfl_lightning.data import Split
 from pfl_lightning.runs.sample_scores import Scores
 from pfl_lightning.tasks import Monitor
@@ -30,9 +30,6 @@ Rows: TypeAlias = dict[tuple[int, str], Scores]
 Population: TypeAlias = Literal["samples", "seeds", "clients"]
 """For what an interval holds: other ``seeds`` on the same rows, other ``samples`` of the same clients (and seeds), or
 other ``clients`` (and seeds)."""
-
-Mean: TypeAlias = Literal["client", "sample"]
-"""How clients count in a mean: each alike, or each by its number of test rows."""
 
 LEVEL = 0.05
 """Family-wise error: probability that a table marks any difference although no method differs from the reference."""
@@ -85,8 +82,8 @@ def rows_of(results: Sequence[Result], split: Split = "test") -> Rows:
     for result in results:
         for row, own in zip(result.clients, result.scores(split), strict=False):
             if len(own.values):
-                values = result.monitor.sign * own.values.astype(np.float64)
-                found[result.run.seed, row.get("name") or row["client"]] = Scores(values, own.rows)
+                values = result.monitor.sign * own.values
+                found[result.run.seed, row.get("name") or row["client"]] = own._replace(values=values)
     return found
 
 
@@ -126,8 +123,10 @@ def t_interval(differences: Sequence[float], overlap: float = 0.0) -> tuple[floa
     mean, seeds = fmean(differences), len(differences)
     if seeds < 2 or not any(differences):
         return mean, math.nan, math.nan
-    error = max(stdev(differences), rounding(mean)) * math.sqrt(1 / seeds + overlap)
-    return mean, *student(mean, error, seeds - 1)
+    spread = stdev(differences)
+    # without any spread t would be infinite: the same difference at each seed is common with few test samples
+    spread = spread if spread > 1e-9 * max(map(abs, differences)) else rounding(mean)
+    return mean, *student(mean, spread * math.sqrt(1 / seeds + overlap), seeds - 1)
 
 
 def rounding(mean: float) -> float:
@@ -195,8 +194,9 @@ def two_way_interval(pairs: Mapping[int, Mapping[str, float]]) -> tuple[float, f
     )
     if not any(pair for own in pairs.values() for pair in own.values()):
         return mean, math.nan, math.nan
-    least = rounding(mean) / math.sqrt(freedom + 1)
-    error = math.sqrt(max(least**2, seeds, clients, seeds + clients - count / (count - 1) * single))
+    error = math.sqrt(max(seeds, clients, seeds + clients - count / (count - 1) * single))
+    if error <= 1e-9 * max(abs(pair) for own in pairs.values() for pair in own.values()):
+        error = rounding(mean) / math.sqrt(freedom + 1)
     return mean, *student(mean, error, freedom)
 
 
@@ -219,7 +219,7 @@ def sample_interval(
     that are fine enough for Holm's correction of many comparisons.
 
     >>> [round(number, 3) for number in sample_interval({"a": np.array([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]])})]
-    [0.625, 0.842, 0.103]
+    [0.625, 0.666, 0.06]
 
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 1, 2007; Satterthwaite, Biometrics Bulletin 2,
     1946.
@@ -254,9 +254,9 @@ def sample_interval(
     # of the variance's parts, each with its own degrees of freedom
     parts = [(of_rows[c], max(1, values.shape[1] - 1)) for c, values in differences.items()]
     parts += [(over_seeds, seeds - 1)] if over_seeds else []
-    least = rounding(mean) / math.sqrt(sum(values.shape[1] for values in differences.values()))
-    if variance <= least**2:
-        return mean, *student(mean, least, sum(freedom for _, freedom in parts))
+    if variance <= 1e-18 * max(float(np.square(values).max()) for values in differences.values()):
+        error = rounding(mean) / math.sqrt(sum(values.shape[1] for values in differences.values()))
+        return mean, *student(mean, error, sum(freedom for _, freedom in parts))
     freedom = sum(part for part, _ in parts) ** 2 / sum(part**2 / freedom for part, freedom in parts)
     return mean, *student(mean, math.sqrt(variance), freedom)
 
@@ -276,7 +276,9 @@ def paired(values: Rows, reference: Rows) -> tuple[dict[str, NDArray[np.float64]
         keys = [(seed, client) for seed in seeds]
         scores = [each[key] for each in (values, reference) for key in keys if key in each]
         if seeds and len(scores) == 2 * len(seeds) and len({(len(each.values), each.rows) for each in scores}) == 1:
-            differences[client] = np.stack([values[key].values - reference[key].values for key in keys])
+            # in double precision, so that equal scores of many rows leave no rounding
+            both = [np.stack([each[key].values for key in keys]).astype(np.float64) for each in (values, reference)]
+            differences[client] = both[0] - both[1]
             rows[client] = scores[0].rows
     return differences, rows
 
@@ -304,6 +306,96 @@ def difference(
     if population == "clients":
         return Difference(*two_way_interval(pairs), float(better))
     return Difference(*t_interval([fmean(own.values()) for own in pairs.values()], overlap), float(better))
+
+
+def population_of(methods: Mapping[str, Sequence[Result]], asked: Population | None = None) -> Population:
+    """Return for what a table's intervals can hold.
+
+    Args:
+        methods: finished runs by method.
+        asked: the setting ``--interval``; None takes ``samples`` if all runs have scores of the same test rows, else
+            ``seeds``.
+    """
+    results = [result for results in methods.values() for result in results]
+    same = len({str(result.common["partition"]) for result in results}) == 1
+    if asked in (None, "samples"):
+        return "samples" if same and all(rows_of([result]) for result in results) else "seeds"
+    # a partition of its own for each seed varies clients, and seeds are all that there is to count
+    return "clients" if asked == "clients" and clients_stay(methods) else "seeds"
+
+
+def clients_stay(methods: Mapping[str, Sequence[Result]]) -> bool:
+    """Return True if a client is the same one at each seed: by its name, or as the partition is the same.
+
+    Args:
+        methods: finished runs by method.
+    """
+    results = [result for results in methods.values() for result in results]
+    named = all(row.get("name") for result in results for row in result.clients)
+    return named or len({str(result.common["partition"]) for result in results}) <= 1
+
+
+def gains_of(
+    methods: Mapping[str, Sequence[Result]], reference: str, population: Population, by: Mean = "client"
+) -> dict[str, tuple[Difference, bool]]:
+    """Return each other method's gain over the reference, and whether it holds among all comparisons of the table.
+
+    Args:
+        methods: finished runs by method.
+        reference: the method to compare with, chosen before looking at results.
+        population: for what intervals hold; ``clients`` only by client.
+        by: how clients count.
+    """
+    clients = by_method(methods)
+    if reference not in clients:
+        return {}
+    if population != "samples" and by == "client":
+        return differences_to(clients, reference, population)
+    found: dict[str, Difference] = {}
+    base = rows_of(methods[reference])
+    for method in clients:
+        if method == reference:
+            continue
+        values = weighted_gains(methods[method], methods[reference])
+        pair = difference(clients[method], clients[reference])
+        if population == "samples":
+            rows, sizes = paired(rows_of(methods[method]), base)
+            estimate = sample_interval(rows, by, sizes) if rows else None
+        else:
+            estimate = t_interval(values) if values else None
+        if estimate is not None and pair is not None:
+            found[method] = Difference(*estimate, pair.better)
+    adjusted = holm([one.probability for one in found.values()])
+    return {method: (one, p < LEVEL) for (method, one), p in zip(found.items(), adjusted, strict=True)}
+
+
+def weighted_gains(results: Sequence[Result], reference: Sequence[Result]) -> list[float]:
+    """Return the gain by sample at each common seed, signed so that larger is better.
+
+    Args:
+        results: a method's runs.
+        reference: the reference's runs.
+    """
+    values = [
+        {
+            result.run.seed: result.monitor.sign * result.values[name]
+            for result in each
+            if (name := f"final/test/{result.monitor.metric}") in result.values
+        }
+        for each in (results, reference)
+    ]
+    return [value - values[1][seed] for seed, value in values[0].items() if seed in values[1]]
+
+
+def unscored(methods: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Return the clients with a test value and without scores of their rows in any run.
+
+    Args:
+        methods: finished runs by method.
+    """
+    valued = {client for results in methods.values() for _, client in of_clients(results)}
+    lacking = valued - {client for results in methods.values() for _, client in rows_of(results)}
+    return sorted(lacking)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
@@ -372,7 +464,7 @@ def reference_among(methods: Sequence[str], columns: Sequence[str] = (), given: 
         )
     if len(methods) < 2:
         return None
-    asked = [title.removeprefix(OVER) for title in columns if title.startswith(OVER)]
+    asked = [title.removeprefix(OVER).partition(" (by ")[0] for title in columns if title.startswith(OVER)]
     usual = (name for name in (given, *asked, "Local", "FedAvg", methods[0]) if name in bare)
     return bare[next(usual)]
 
