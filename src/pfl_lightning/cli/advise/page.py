@@ -135,16 +135,17 @@ class Advice:
         """Words for the reference."""
         return "training alone" if self.reference.startswith("Local") else self.reference
 
-    def amount(self, gain: float, sign: str = "") -> str:
+    def amount(self, gain: float, digits: int = 3) -> str:
         """Return a gain in words, such as ``1.2 points``.
 
         Args:
             gain: the gain.
-            sign: ``+`` for a sign before it.
+            digits: number of significant digits.
         """
-        if self.monitor.metric == "acc":
-            return f"{100 * gain:{sign}.1f} points"
-        return f"{gain:{sign}.3g} of {self.monitor.metric}"
+        if self.monitor.metric != "acc":
+            return f"{gain:.{digits}g} of {self.monitor.metric}"
+        number = f"{100 * gain:.{digits}g}"
+        return f"{number} point{'' if number == '1' else 's'}"
 
     @property
     def least(self) -> str:
@@ -216,7 +217,7 @@ class Advice:
             elif math.isnan(shown):
                 found = [f"{take} for now: {rows} can't show any gain."]
             else:
-                found = [f"{take} for now: {rows} cannot show a gain below about {self.amount(shown)}."]
+                found = [f"{take} for now: {rows} cannot show a gain below about {self.amount(shown, 2)}."]
             if overall.gains:
                 best = max(overall.gains, key=lambda method: overall.gains[method].mean)
                 found.append(f"The largest mean gain is that of {self.named([best], overall.gains)}.")
