@@ -150,6 +150,18 @@ def test_each_method_gets_the_value_that_is_best_on_validation(stand_in, capsys)
     assert not calls()
 
 
+def test_a_trial_on_several_folds_counts_by_its_mean(stand_in, capsys):
+    # the stand-in's accuracy is that of the value, whichever fold validates
+    stand_in(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
+    assert compare("--methods FedProx --data Digits --tune model.mu=0,1 --tune_folds 3 --data.val_fraction 0.34") == 0
+    folds = [
+        words[words.index("--data.val_fold") + 1] for call in calls() if "--data.val_fold" in (words := call["words"])
+    ]
+    assert folds == ["0", "1", "2"] * 2 and len(calls()) == 7
+    assert [float(row["validation"]) for row in read_csv(OUT / "tuning.csv")] == pytest.approx([0.3, 0.5])
+    assert "on each of 3 folds: mu 0, 1." in (OUT / "comparison.md").read_text()
+
+
 def test_a_method_without_a_value_is_left_out(stand_in, capsys):
     stand_in(FedProx={"by_mu": {"0": None, "1": None}}, Ditto={"by_mu": {"0": 0.2, "1": 0.4}})
     assert compare("--methods FedProx Ditto --data Digits --tune model.mu=0,1") == 0
@@ -947,6 +959,7 @@ MISTAKES = {
     "--methods fedavg --seeds one": "compare: --seeds: invalid int value: 'one'.",
     "--methods fedavg --reference Local": "--reference Local is not among the methods compared; give one of FedAvg",
     "--methods fedavg --tune model.mu": "compare: --tune model.mu must be a setting with values to try, such as",
+    "--methods fedavg --tune_folds 3": "compare: --tune_folds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --tune_rounds 3": "compare: --tune_rounds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
     "--methods fedavg --columns lst,rank": "--columns: 'lst' is no column; choose from last, best on validation",

@@ -536,7 +536,7 @@ class Tournament:
         if made:
             for label, run in runs.items():
                 self.tried[label].setdefault(value, []).append(run)
-                self.trials += [{"seed": seed, **row} for row in rows_of(label, [(trial, run)])]
+                self.trials += [{"seed": seed, **row} for row in rows_of(label, [(trial, [run])])]
         return made
 
     @property

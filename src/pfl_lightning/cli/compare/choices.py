@@ -29,6 +29,7 @@ ENTRIES = {
     "paper": dict,
     "columns": list,
     "tune": list,
+    "tune_folds": int,
     "reference": str,
 }
 """Entries that a table's file may have, with their types."""
@@ -186,14 +187,15 @@ def stored_table(args: Sequence[str]) -> Stored:
         if not isinstance(value, ENTRIES.get(entry, ())):
             raise MisconfigurationException(
                 f"compare: --table {path}: {entry}={value!r} is no entry of a table; methods, seeds, columns and "
-                "tune are lists, vary_data is true or false, fit and reference are texts, and paper has a value by "
-                "method."
+                "tune are lists, vary_data is true or false, tune_folds is a number, fit and reference are texts, and "
+                "paper has a value by method."
             )
     options = ["--methods", *map(str, content["methods"]), "--seeds", *map(str, content.get("seeds", [0]))]
     options += ["--columns", ",".join(map(str, content["columns"]))] if "columns" in content else []
     # settings are tried in the values given by hand, if any, and not in the table's too
     by_hand = any(word.split("=", 1)[0] == "--tune" for word in args)
     options += [word for axis in ([] if by_hand else content.get("tune", [])) for word in ("--tune", str(axis))]
+    options += ["--tune_folds", str(content["tune_folds"])] if not by_hand and "tune_folds" in content else []
     options += ["--reference", content["reference"]] if "reference" in content else []
     options += ["--vary_data"] if content.get("vary_data") else []
     return Stored(

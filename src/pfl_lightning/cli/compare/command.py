@@ -224,24 +224,41 @@ class Comparison(AbstractContextManager["Comparison"]):
         lacking = missing({method.label: method.among(self.passed) for method in methods}, tried)
         rounds = self.given.tune_rounds
         short = () if rounds is None else ("--trainer.max_rounds", str(rounds))
-        made: dict[str, list[tuple[Trial, Run]]] = {}
+        # every sample outside test validates once, so that a choice depends less on which few do
+        numbers = range(self.given.tune_folds)
+        folds = {f"fold_{k}": ("--data.val_fold", str(k)) for k in numbers} if len(numbers) > 1 else {"": ()}
+        made: dict[str, list[tuple[Trial, list[Run]]]] = {}
         for method in methods:
             own = {name: values for name, values in tried.items() if name not in lacking[method.label]}
             # one seed for all trials: the chosen value holds for every seed, at a fraction of the cost
             folder, seed = self.out / "tuning", self.given.seeds[0]
             made[method.label] = [
-                (trial, self.run(method, seed, folder / trial.name, trial.arguments + short))
+                (
+                    trial,
+                    [
+                        self.run(method, seed, folder / trial.name / name, trial.arguments + short + fold)
+                        for name, fold in folds.items()
+                    ],
+                )
                 for trial in (trials(own) if own else [])
             ]
         grid = "; ".join(f"{name.rpartition('.')[2]} {', '.join(values)}" for name, values in tried.items())
         length = "" if rounds is None else f", for {rounds} rounds"
+        length += f", on each of {len(numbers)} folds" if len(numbers) > 1 else ""
         self.note(f"Tried for each method at seed {self.given.seeds[0]}, one of the table's seeds{length}", grid)
-        self.make([replace(run, method=f"{run.method} {trial.name}") for each in made.values() for trial, run in each])
+        self.make(
+            [
+                replace(run, method=f"{run.method} {trial.name}")
+                for each in made.values()
+                for trial, own in each
+                for run in own
+            ]
+        )
         chosen: dict[str, Trial] = {}
         for label, each in made.items():
             self.trials += rows_of(label, each)
             without = f"no {' and no '.join(lacking[label])}"
-            if self.given.commands and not all(run.finished for _, run in each):
+            if self.given.commands and not all(run.finished for _, own in each for run in own):
                 said = "its runs' commands can be told once all of its trials are made"
             elif not each:
                 chosen[label], said = Trial(), f"it has {without}, and runs untuned"
@@ -347,6 +364,14 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--tune_rounds", type=int, metavar="N", help="rounds of a trial (default: as many as the runs)")
     parser.add_argument(
+        "--tune_folds",
+        type=int,
+        default=1,
+        metavar="K",
+        help="make each trial K times, with another fold of the training samples to validate on, and take the mean "
+        "(default: 1); K is at most 1 / data.val_fraction",
+    )
+    parser.add_argument(
         "--columns",
         type=titles,
         default=[],
@@ -376,6 +401,10 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     if given.tune_rounds is not None and (given.tune_rounds < 1 or not given.tune):
         raise MisconfigurationException(
             f"compare: --tune_rounds {given.tune_rounds} must be at least 1, and goes with --tune."
+        )
+    if given.tune_folds < 1 or (given.tune_folds > 1 and not given.tune):
+        raise MisconfigurationException(
+            f"compare: --tune_folds {given.tune_folds} must be at least 1, and goes with --tune."
         )
     check(passed, given.vary_data)
     return given, passed

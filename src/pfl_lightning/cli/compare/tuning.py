@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isnan, nan
+from statistics import fmean
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -113,25 +114,37 @@ def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence
     return found
 
 
-def best(tried: Sequence[tuple[Trial, Run]]) -> tuple[Trial, float, int] | None:
+def best(tried: Sequence[tuple[Trial, Sequence[Run]]]) -> tuple[Trial, float, int] | None:
     """Return the trial with the best validation value, the value, and the number of trials with a value.
 
     Args:
-        tried: a method's trials with their runs.
+        tried: a method's trials with their runs, one for each fold.
 
     Returns:
         None if no trial has a value; of equally good trials the first.
     """
     # a trial that diverged has no value, or NaN, and can't be compared
-    found = [(trial, *valued) for trial, run in tried if (valued := validation_of(run)) and not isnan(valued[0])]
+    found = [(trial, *valued) for trial, runs in tried if (valued := mean_of(runs)) and not isnan(valued[0])]
     if not found:
         return None
     trial, value, _ = max(found, key=lambda each: each[2] * each[1])
     return trial, value, len(found)
 
 
+def mean_of(runs: Sequence[Run]) -> tuple[float, int] | None:
+    """Return the mean validation value of a trial's runs, NaN if one has none, and its sign; None if one is unfinished.
+
+    Args:
+        runs: the runs, at least one.
+    """
+    found = [valued for run in runs if (valued := validation_of(run))]
+    return (fmean(value for value, _ in found), found[0][1]) if len(found) == len(runs) else None
+
+
 def validation_of(run: Run) -> tuple[float, int] | None:
-    """Return a finished run's best validation value, NaN without one, and its sign; None if unfinished.
+    """Return a finished run's validation value, NaN without one, and its sign; None if unfinished.
+
+    It is the last round's, as that round is reported; the best round's if the last one didn't validate.
 
     Args:
         run: the run.
@@ -139,18 +152,19 @@ def validation_of(run: Run) -> tuple[float, int] | None:
     if run.finished is None:
         return None
     result = Result(run, run.finished)
-    value = result.summary["selected"].get(f"val/{result.monitor.metric}")
-    return nan if value is None else value, result.monitor.sign
+    name = f"val/{result.monitor.metric}"
+    value = result.rows[-1].get(name) or result.summary["selected"].get(name)
+    return nan if value is None else float(value), result.monitor.sign
 
 
-def rows_of(method: str, tried: Sequence[tuple[Trial, Run]]) -> list[Row]:
-    """Return a method's rows of ``tuning.csv``, one for each trial: settings, and the best validation value.
+def rows_of(method: str, tried: Sequence[tuple[Trial, Sequence[Run]]]) -> list[Row]:
+    """Return a method's rows of ``tuning.csv``, one for each trial: settings, and the mean validation value.
 
     Args:
         method: the method's label.
         tried: the method's trials with their runs.
     """
-    values = [validation_of(run) for _, run in tried]
+    values = [mean_of(runs) for _, runs in tried]
     return [
         {"method": method, **dict(trial.settings), "validation": value[0] if value else None}
         for (trial, _), value in zip(tried, values, strict=True)
