@@ -40,12 +40,12 @@ from pfl_lightning.tasks import Monitor
 
 RULE = """\
 Validation rows alone choose. A method is better than {reference} if its mean gain over the rows is above 0 with p <
-0.05, after Holm's correction for all methods: over all sites, where each site counts alike, and at each site by its own
-rows. Of better methods, the first in the table within about a standard error of the largest gain is taken: simple
-methods come first. A site takes the method that is better by its own rows; else the one that is better over all sites,
-unless it is clearly worse at the site; else {reference}, for one of two reasons. Not better: the 95 % intervals of all
-methods end below {least}, the smallest gain of interest. Unknown: the rows can show neither. Of many sites without any
-gain, one in twenty looks better by chance."""
+0.05, after Holm's correction for all methods, and its 95 % interval reaches {least}, the smallest gain of interest:
+over all sites, where each site counts alike, and at each site by its own rows. Of better methods, the first in the
+table within about a standard error of the largest gain is taken: simple methods come first. A site takes the method
+that is better by its own rows; else the one that is better over all sites, unless it is clearly worse at the site; else
+{reference}, for one of two reasons. Not better: the intervals of all methods end below {least}. Unknown: the rows can
+show neither. Of many sites without any gain, one in twenty looks better by chance."""
 
 INTERVALS = """\
 Intervals are 95 %, of paired differences of rows, for other rows of these sites and other training runs (two-way
@@ -118,9 +118,9 @@ class Advice:
         return picks(self.scores["val"], self.reference, self.monitor, self.look.clients)
 
     @cached_property
-    def tested(self) -> Mapping[str, Difference]:
-        """Each method's gain over the reference on test rows."""
-        return answer(self.scores["test"], self.reference, self.monitor).gains
+    def tested(self) -> Answer:
+        """What test rows would have answered over all sites, which is reported alone."""
+        return answer(self.scores["test"], self.reference, self.monitor)
 
     @property
     def validated(self) -> int:
@@ -202,13 +202,9 @@ class Advice:
         """Return the sentences at the head of the page; the first is the advice."""
         overall, rows = self.overall, f"{self.validated:,} validation rows"
         if overall.verdict is Verdict.BETTER:
-            gain = overall.gains[overall.method]
-            found = [
-                f"Use {overall.method}: over all sites it gains {self.amount(gain.mean)} over {self.alone}, by {rows} "
-                f"({interval(gain, self.monitor)})."
-            ]
-            if overall.clear[1:]:
-                found.append(f"Better than {self.alone} too: {self.named(overall.clear[1:], overall.gains)}.")
+            gain = self.amount(overall.gains[overall.method].mean)
+            found = [f"Use {overall.method}: over all sites it gains {gain} over {self.alone}, by {rows}."]
+            found.append(f"Better than {self.alone}: {self.named(overall.clear, overall.gains)}.")
         else:
             take = "Train alone" if self.alone != self.reference else f"Take {self.reference}"
             shown = smallest_shown(overall)
@@ -233,7 +229,7 @@ class Advice:
 
     def on_test(self) -> list[str]:
         """Return what test rows say about the advice."""
-        tested = self.tested
+        tested = self.tested.gains
         if not tested:
             return []
         mixed: Rows = {}
@@ -247,7 +243,7 @@ class Advice:
                 f"Each site with its advised method gains {interval(together, self.monitor)} over {self.alone} on test "
                 "rows, which had no part in the choice."
             )
-        better = [m for m, one in tested.items() if is_ahead(one) and m not in self.overall.clear]
+        better = [method for method in self.tested.clear if method not in self.overall.clear]
         lost = [m for m in self.overall.clear[:1] if m in tested and is_ahead(negative(tested[m]))]
         words = [f"better than {self.alone} there: {self.named(better, tested)}"] if better else []
         words += [f"worse there: {self.named(lost, tested)}"] if lost else []
@@ -270,7 +266,7 @@ class Advice:
                     if own
                     else 0
                 )
-                gain = (self.overall.gains if part == "val" else self.tested).get(method)
+                gain = (self.overall if part == "val" else self.tested).gains.get(method)
                 row += [f"{self.monitor.sign * factor * mean:{form}}" if own else "-"]
                 row += ["" if gain is None else interval(gain, self.monitor)]
             cells.append(row)
@@ -314,7 +310,7 @@ class Advice:
         write_rows(out / "advice.csv", self.rows)
         (out / "advice.md").write_text(as_markdown(self.title, parts))
         picture = ""
-        if self.tested:
+        if self.tested.gains:
             figure = self.sites().figure()
             figure.savefig(out / "advice.png", dpi=150)
             picture = f"<h2>Test rows</h2>\n{svg(figure, 'Test rows')}"
