@@ -434,6 +434,9 @@ def test_intervals_are_over_test_rows_where_all_seeds_share_them_and_both_means_
         mean, low, high = map(float, re.findall(r"[+-][\d.]+", table["FedPer"][title])[:3])
         assert mean == pytest.approx(10 * share, abs=0.01)
         assert (low, high) == pytest.approx((mean - 100 * half, mean + 100 * half), abs=0.1)
+        row = {row["method"]: row for row in read_csv(OUT / "comparison.csv")}["FedPer"]
+        told = [100 * float(row[f"{title} {name}"]) for name in ("mean", "low", "high")]
+        assert told == pytest.approx((mean, low, high), abs=0.01) and row[f"{title} star"] == "True"
     assert "The two means disagree: Local is better than FedAvg by client, and worse by sample." in notes
     assert "from 3 methods: FedPer." in notes
     # over seeds the same rows count as certain

@@ -2,13 +2,13 @@
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-from pfl_lightning.cli.compare.by_client import OTHERS, by_client
+from pfl_lightning.cli.compare.by_client import OTHERS, by_client, ends
 from pfl_lightning.cli.compare.page import page
 from pfl_lightning.cli.compare.results import (
     BY,
@@ -188,7 +188,14 @@ def write(
     names = [column.name for column in all_columns(methods)]
     notes += [NEW] if any(name.startswith("new/") for name in names) else []
     write_rows(out / "runs.csv", [row_of(result, names, out) for results in methods.values() for result in results])
-    write_rows(out / "comparison.csv", [row_of_method(name, methods[name], failures, names, out) for name in methods])
+    write_rows(
+        out / "comparison.csv",
+        [
+            row_of_method(name, methods[name], failures, names, out)
+            | {key: value for title, own in compared.items() for key, value in gain_row(title, own.get(name), monitor)}
+            for name in methods
+        ],
+    )
     (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
     # LaTeX and HTML break lines themselves
     whole = " ".join(caption.split())
@@ -345,6 +352,22 @@ def row_of_method(
         row[f"{name} mean"], row[f"{name} std"] = summary.get(name, (None, None))
     configs = " ".join(str((result.folder / "config.yaml").relative_to(out)) for result in results)
     return row | {"configs": configs, "failed": " ".join(reasons(method, failures))}
+
+
+def gain_row(
+    title: str, gain: tuple[Difference, bool] | None, monitor: Monitor
+) -> Iterator[tuple[str, float | bool | None]]:
+    """Yield the entries of ``comparison.csv`` on a gain: mean, ends of the interval, and the star; all digits.
+
+    Args:
+        title: title of the table's column, such as ``over Local (by client)``.
+        gain: the gain, and whether it holds among all comparisons; None for the reference.
+        monitor: the metric that selects.
+    """
+    numbers = (nan,) * 3 if gain is None else ends(gain[0], monitor)
+    for name, number in zip(("mean", "low", "high"), numbers, strict=True):
+        yield f"{title} {name}", None if isnan(number) else number
+    yield f"{title} star", None if gain is None else gain[1]
 
 
 def curve_of(methods: Mapping[str, Sequence[Result]]) -> str | None:
