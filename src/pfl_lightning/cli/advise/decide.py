@@ -219,11 +219,11 @@ def picks(rows: Mapping[str, Rows], reference: str, monitor: Monitor, sites: Seq
         elif overall.clear:
             method, reason = reference, f"{overall.method} is better over all sites, and worse here"
         elif here.verdict is Verdict.NOT_BETTER:
-            method, reason = reference, "not better: no method gains enough here"
+            method, reason = reference, "no method gains enough here"
         elif overall.verdict is Verdict.NOT_BETTER:
-            method, reason = reference, "not better: no method gains enough over all sites"
+            method, reason = reference, "no method gains enough over all sites"
         else:
-            method, verdict, reason = reference, Verdict.UNKNOWN, "unknown: too few rows"
+            method, verdict, reason = reference, Verdict.UNKNOWN, "too few rows"
         level = tuple(
             other
             for other, each in own.items()
