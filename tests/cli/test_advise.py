@@ -209,7 +209,7 @@ def test_no_difference_at_all_excludes_a_gain_by_the_rule_of_three(count, verdic
     assert answer(rows_with(Ditto={"a": (count, 0.0)}), "Local", ACC).verdict is verdict
 
 
-def test_of_methods_within_a_standard_error_the_simple_one_is_taken():
+def test_of_methods_on_a_level_the_simple_one_is_taken():
     alike = rows_with(FedAvg={"a": (200, 0.20)}, Ditto={"a": (200, 0.20)})
     # right in 42 other rows
     base = alike["Local"][0, "a"].values

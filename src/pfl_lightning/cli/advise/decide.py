@@ -129,14 +129,9 @@ def gain_of(rows: Rows, other: Rows) -> Difference | None:
     return Difference(*sample_interval(differences, "client"), better)
 
 
-def is_ahead(lead: Difference | None, share: float = 1.0) -> bool:
-    """Return True if a lead is larger than a share of half its 95 % interval.
-
-    Args:
-        lead: a method's gain over another.
-        share: 1 for a clear lead; 0.5 for about a standard error.
-    """
-    return lead is not None and not math.isnan(lead.half) and lead.mean > share * lead.half
+def is_ahead(lead: Difference | None) -> bool:
+    """Return True if a method's gain over another has a 95 % interval above 0."""
+    return lead is not None and not math.isnan(lead.half) and lead.mean > lead.half
 
 
 def upper_end(gain: Difference, rows: int, whole: float) -> float:
@@ -154,8 +149,9 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
     """Return the answer over all sites with rows here.
 
     A gain may matter if its 95 % interval reaches the smallest gain of interest. A method is better if its gain may
-    matter, and is above 0 with p < 0.05 after Holm's correction for all methods. Of better ones, the first within about
-    a standard error of the largest gain is taken. None is better if no gain may matter. Else the answer is unknown.
+    matter, and is above 0 with p < 0.05 after Holm's correction for all methods. Of better ones, the first is taken
+    that isn't clearly worse than the one with the largest gain. None is better if no gain may matter. Else the answer
+    is unknown.
 
     Args:
         rows: scores of validation rows by method, simple methods first.
@@ -174,7 +170,7 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
     clear = [method for method in matters if adjusted[method] < LEVEL and gains[method].mean > 0]
     if clear:
         best = max(clear, key=lambda method: gains[method].mean)
-        taken = next(each for each in clear if each == best or not is_ahead(gain_of(rows[best], rows[each]), 0.5))
+        taken = next(each for each in clear if each == best or not is_ahead(gain_of(rows[best], rows[each])))
         further = sorted((each for each in clear if each != taken), key=lambda each: -gains[each].mean)
         return Answer(Verdict.BETTER, taken, (taken, *further), gains, count)
     verdict = Verdict.NOT_BETTER if gains and not matters else Verdict.UNKNOWN
