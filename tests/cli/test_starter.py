@@ -59,6 +59,13 @@ def ended(process: Forked) -> int:
     return code
 
 
+def test_imports_can_be_waited_for(starter):
+    starter.wait()
+    # the import of `shared:first` has opened the file
+    assert Path("terminal.txt").exists()
+    assert ended(starter.start(["x"], Path("x.txt"), {"ONE": "x"})) == 3
+
+
 def test_a_fork_has_its_arguments_variables_output_and_exit_code(starter):
     processes = [starter.start([name, str(k)], Path(f"{k}.txt"), {"ONE": name}) for k, name in enumerate(("x", "kill"))]
     assert [ended(process) for process in processes] == [3, -signal.SIGKILL]

@@ -70,6 +70,8 @@ def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
     # a byte for each module, in memory shared with the forks
     imported = mmap.mmap(-1, len(later) + 1)
     with suppress(EOFError, ConnectionError):
+        # what the other side takes for the end of no fork: the imports are done
+        connection.send(("ready", 0, 0))
         while True:
             if connection.poll(FORKS_PAUSE):
                 arguments, output, environment = connection.recv()

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from pfl_lightning.cli.advise.look import Look, look_at, suggested
-from pfl_lightning.cli.advise.page import PARTS, Advice
+from pfl_lightning.cli.advise.page import Advice
 from pfl_lightning.cli.argv import CommandLine, resolved
 from pfl_lightning.cli.compare import command as compare
 from pfl_lightning.cli.compare.choices import Choice, choose
@@ -70,14 +70,11 @@ SEED = 0
 AGAIN = (10_000, 10_001)
 """Further seeds of the trials, where the budget holds them."""
 
-PLANS = ((1.0, 4, 5), (1.0, 3, 5), (1.0, 3, 3), (0.5, 3, 3), (0.5, 1, 3), (0.25, 1, 3))
-"""Plans, the best first: share of the configured rounds, number of learning rates, number of seeds."""
+PLANS = ((1.0, 4), (1.0, 3), (0.5, 3), (0.5, 1), (0.25, 1))
+"""Plans, the best first: share of the configured rounds, and number of learning rates."""
 
-LEAST = 2
-"""Smallest number of seeds that has intervals, reserved before further learning rates are tried."""
-
-CHECKED = 0.2
-"""Share of training rows to validate on where the configuration validates nobody."""
+FOLDS = 5
+"""Number of folds of the training rows, each of which validates at one seed, and of seeds where there are no folds."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +138,16 @@ def main(args: list[str]) -> int:
     compare.check(passed, vary_data=False)
     refuse_at_sight(CommandLine(["fit", *passed]))
     seen = see(passed)
-    validates = any(seen.look.val)
-    if not validates:
-        passed += ["--data.val_fraction", str(CHECKED)]
-        seen = see(passed)
-    # clients that stay at another data.seed, by which other rows validate or test, unless one is given
-    varies = bool(seen.look.drawn) and not any(word.split("=")[0] == "--data.seed" for word in passed)
+    folds, notes = 1, []
+    if seen.has_folds:
+        passed += ["--data.val_fraction", str(1 / FOLDS)]
+        folds, seen = FOLDS, see([*passed, "--data.val_fold", "0"])
+        notes.append(f"Each seed trains without another one of {FOLDS} folds of the training rows, which validates.")
+    elif not any(seen.look.val):
+        raise MisconfigurationException(
+            "advise: no row validates, and these data have no folds; give data.val_fraction."
+        )
+    passed += ["--trainer.callbacks+=SampleScores", "--trainer.callbacks.optional", "true"]
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
     print(f"{labelled(seen.look.lines)}\n", flush=True)
     words = given.methods or list(seen.methods)
@@ -156,18 +157,13 @@ def main(args: list[str]) -> int:
     }
     reference = reference_among(list(reasons)) or methods[0].label
     out = given.out or Path("runs", f"advise-{compare.name_of(passed)}")
-    options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=varies, commands=False, collect=False)
+    options = Namespace(table=None, out=out, jobs=given.jobs, vary_data=False, commands=False, collect=False)
     comparison = compare.Comparison(options, passed)
-    tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start, given.rates)
+    tournament = Tournament(comparison, methods, given.budget, seen.rounds, seen.rate, start, given.rates, folds)
     with explained(out), comparison:
         tournament.play(given.seeds, reference)
         results = tournament.results
-        notes = tournament.notes
-        if not validates:
-            notes.append(f"The configuration validates nobody: {CHECKED:.0%} of training rows were taken to choose by.")
-        if varies:
-            names = [name for part, name in (("val", "validate"), ("test", "test")) if part in seen.look.drawn]
-            notes.append(f"Each seed draws anew which rows {' and which '.join(names)}.")
+        notes += tournament.notes
         seeds = sorted({result.run.seed for each in results.values() for result in each})
         # the whole tables and curves, for whoever wants more than the page
         write(out, results, tournament.failures, seeds, notes, {}, (), reference)
@@ -182,7 +178,7 @@ def main(args: list[str]) -> int:
         advice = Advice(
             title=f"Advice for {out.name.removeprefix('advise-')}",
             look=seen.look,
-            overlap={part: seen.look.overlap(part) if varies else 0.0 for part in PARTS},
+            folds=folds,
             reasons={label: why for label, why in reasons.items() if label in results},
             notes=notes,
             results=results,
@@ -206,6 +202,8 @@ class Seen(NamedTuple):
     """The configured learning rate; None for an optimizer without one."""
     rounds: int
     """The configured number of rounds."""
+    has_folds: bool
+    """Whether the data can be validated on folds."""
 
 
 def see(passed: Sequence[str]) -> Seen:
@@ -225,7 +223,12 @@ def see(passed: Sequence[str]) -> Seen:
     look = look_at(built.datamodule)
     # an optimizer of one number tells the rate, wherever it was configured
     rate = built.model.optimizer([nn.Parameter(torch.zeros(1))]).param_groups[0].get("lr")
-    return Seen(look, suggested(look, built.model.net, built.datamodule.task), rate, int(built.trainer.max_epochs or 1))
+    data = built.datamodule
+    # rows that the data name, or that are the latest ones, validate at each seed
+    has_folds = data.client_split != "time" and "val" not in data.division.named
+    has_folds &= complaint([*local.among(passed), "--data.val_fraction=0.2", "--data.val_fold=0"]) is None
+    rounds = int(built.trainer.max_epochs or 1)
+    return Seen(look, suggested(look, built.model.net, data.task), rate, rounds, has_folds)
 
 
 def trial_of(rate: str) -> Trial:
@@ -246,6 +249,7 @@ class Tournament:
         rate: configured learning rate; None tunes nothing.
         start: reading of `time.perf_counter` at the beginning, for a limit in seconds.
         rates: learning rates to try; empty for multiples of the configured one.
+        folds: number of folds that validate in turn; 1 for the same validation rows at each seed.
     """
 
     def __init__(
@@ -257,8 +261,11 @@ class Tournament:
         rate: float | None,
         start: float,
         rates: Sequence[str] = (),
+        folds: int = 1,
     ) -> None:
-        self.given_rates = list(rates)
+        self.given_rates, self.folds = list(rates), folds
+        # largest number of seeds
+        self.most = folds
         self.comparison, self.methods, self.budget, self.start = comparison, list(methods), budget, start
         self.configured = self.rounds = rounds
         self.rate = rate if rate and self._tunable() else None
@@ -275,6 +282,10 @@ class Tournament:
         self.factor = 1.0
         # seconds from start to end of each run made
         self.walls: list[float] = []
+
+    def _fold(self, turn: int) -> tuple[str, ...]:
+        """Return the options for the fold of a turn."""
+        return ("--data.val_fold", str(turn % self.folds)) if self.folds > 1 else ()
 
     def _tunable(self) -> bool:
         return complaint([*self.methods[0].among(self.comparison.passed), f"--{RATE}=0.1"]) is None
@@ -295,7 +306,9 @@ class Tournament:
         """
         if self.budget.unit == "rounds":
             return float(len(labels) * rounds)
-        seconds = sum(self.overhead + rounds * self.per_round.get(label, 0.0) for label in labels)
+        # a method that wasn't measured, as the budget ended before, counts as the others do
+        usual = fmean(self.per_round.values()) if self.per_round else 0.0
+        seconds = sum(self.overhead + rounds * self.per_round.get(label, usual) for label in labels)
         return float(self.factor * seconds / self.comparison.given.jobs)
 
     @property
@@ -303,13 +316,19 @@ class Tournament:
         """Cost of a further seed of all methods, in the budget's unit."""
         return self.cost([method.label for method in self.methods], self.rounds)
 
-    def sweep(self, name: str, runs: Mapping[str, Run], rounds: int) -> bool:
+    @property
+    def reserve(self) -> float:
+        """Cost of the seeds without which nothing is known, in the budget's unit."""
+        return min(self.most, self.folds if self.folds > 1 else FOLDS) * self.seed_cost
+
+    def sweep(self, name: str, runs: Mapping[str, Run], rounds: int, least: int = 1) -> bool:
         """Make the unfinished ones of some runs, and count their cost; stop in the middle where the budget ends.
 
         Args:
             name: name of the sweep, for the terminal.
             runs: a run by method.
             rounds: rounds of each run.
+            least: number of runs that are made whatever the budget.
 
         Returns:
             True if every run was made, or failed.
@@ -322,7 +341,7 @@ class Tournament:
         for at in range(0, len(waiting), jobs):
             some = waiting[at : at + jobs]
             # a sweep planned on an idle machine may meet a busy one
-            if at and self.left < self.cost(some, rounds):
+            if at >= least and self.left < self.cost(some, rounds):
                 return False
             begun, expected = time.perf_counter(), self.cost(some, rounds)
             self.failures |= self.comparison.make([runs[label] for label in some], report)
@@ -343,12 +362,11 @@ class Tournament:
         Raises:
             MisconfigurationException: if the reference can't run, or the budget holds no seed.
         """
-        stored = self.comparison.out / "plan.json"
+        self.most, stored = seeds, self.comparison.out / "plan.json"
         plan = self._stored(stored)
         if plan is None:
             self._probe(reference)
-            share, rates, _ = self._plan(seeds)
-            self.rounds = max(1, round(share * self.configured))
+            rates = self._plan()
             plan = {"rounds": self.rounds, "rates": rates, "overhead": self.overhead, "per_round": self.per_round}
             plan |= {"settings": self._settings, "left_out": self.left_out}
             write_json(stored, plan)
@@ -361,12 +379,14 @@ class Tournament:
             for row in self.trials:
                 self.tried[row["method"]].setdefault(row[RATE], [])
         else:
-            self._try_rates(plan["rates"], more, seeds)
+            self._try_rates(plan["rates"], more)
             chosen = {label: trial.settings[0][1] if trial.settings else None for label, trial in self.chosen.items()}
             write_json(stored, {**plan, "chosen": chosen, "trials": self.trials})
         for seed in range(SEED + 1, SEED + 1 + seeds):
             runs = {
-                m.label: self.comparison.run(m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments))
+                m.label: self.comparison.run(
+                    m, seed, self.comparison.out, (*more, *self.chosen[m.label].arguments, *self._fold(seed - SEED - 1))
+                )
                 for m in self.methods
             }
             waiting = [label for label, run in runs.items() if run.finished is None]
@@ -405,43 +425,43 @@ class Tournament:
     def _probe(self, reference: str) -> None:
         short = min(PROBE, self.configured)
         folder = self.comparison.out / "probe"
-        more = ("--trainer.max_rounds", str(short))
+        more = ("--trainer.max_rounds", str(short), *self._fold(0))
         runs = {method.label: self.comparison.run(method, SEED, folder, more) for method in self.methods}
-        self.sweep(f"{short} rounds to measure by", runs, short)
+        # the process that starts the runs imports first, once for all of them
+        self.comparison.start()
+        # the first run reads modules that the others find read: two tell what a run costs
+        self.sweep(f"{short} rounds to measure by", runs, short, least=2 * self.comparison.given.jobs)
         self.left_out, self.failures = {run.method: why for run, why in self.failures.items()}, {}
         if reference in self.left_out:
             raise MisconfigurationException(f"advise: {reference} failed: {self.left_out[reference]}")
         self.methods = [method for method in self.methods if method.label not in self.left_out]
         seconds = {run.method: Result(run, run.finished).summary["seconds"] for run in runs.values() if run.finished}
-        # the first run waits for imports that the others find done
-        walls = self.walls[1:] or self.walls
+        walls = self.walls[self.comparison.given.jobs :] or self.walls
         self.overhead = max(0.0, fmean(walls) - fmean(seconds.values())) if walls else 0.0
         self.per_round = {label: each / short for label, each in seconds.items()}
 
-    def _plan(self, most: int) -> tuple[float, int, int]:
+    def _plan(self) -> int:
+        """Choose the number of rounds, and return the number of learning rates."""
         labels = [method.label for method in self.methods]
-        for plan in PLANS:
-            share, rates, seeds = plan
-            rounds = max(1, round(share * self.configured))
+        for share, rates in PLANS:
+            self.rounds = max(1, round(share * self.configured))
             # given rates are tried whatever the plan, and one rate needs no trial
             tried = len(self.given_rates) or rates
-            sweeps = min(seeds, most) + (tried if self.rate and tried > 1 else 0)
-            if sweeps * self.cost(labels, rounds) <= self.left:
-                return plan
-        share, _, seeds = PLANS[-1]
-        needed = self.budget.amount - self.left + seeds * self.cost(labels, max(1, round(share * self.configured)))
+            trials = tried if self.rate and tried > 1 else 0
+            if self.reserve + trials * self.cost(labels, self.rounds) <= self.left:
+                return rates
+        needed, seeds = self.budget.amount - self.left + self.reserve, round(self.reserve / self.seed_cost)
         raise MisconfigurationException(
             f"advise: --budget {self.budget} is too small: {seeds} seeds of {len(labels)} methods with a quarter of "
             f"the rounds cost about {self.budget.words(needed)}; give more, or name fewer --methods."
         )
 
-    def _try_rates(self, number: int, more: Sequence[str], seeds: int) -> None:
+    def _try_rates(self, number: int, more: Sequence[str]) -> None:
         """Try learning rates: a grid, values beyond its edges, and all of them again at further seeds.
 
         Args:
             number: number of rates of the grid.
             more: further options of ``fit``.
-            seeds: seeds of the tables, which come first where the budget is short.
         """
         self.chosen = {method.label: Trial() for method in self.methods}
         if self.rate is None or not (self.given_rates or number > 1):
@@ -460,7 +480,7 @@ class Tournament:
         for seed in AGAIN:
             # few validation rows make rates look alike at one seed
             cost = sum(len(tried) * self.cost([label], self.rounds) for label, tried in self.tried.items())
-            if self.left < cost + seeds * self.seed_cost:
+            if self.left < cost + self.reserve:
                 break
             for value in self.rates:
                 methods = [method for method in self.methods if value in self.tried[method.label]]
@@ -491,7 +511,7 @@ class Tournament:
         return f"{value * STEP if value == max(map(float, self.tried[label])) else value / STEP:.6g}"
 
     def _try_rate(self, value: str, seed: int, methods: Sequence[Choice], more: Sequence[str]) -> bool:
-        """Run some methods at a learning rate; return False if the budget doesn't hold them, and two seeds after them.
+        """Run some methods at a learning rate; return False if the budget doesn't hold them, and the seeds after them.
 
         Args:
             value: the rate.
@@ -501,14 +521,14 @@ class Tournament:
         """
         trial = trial_of(value)
         folder = self.comparison.out / "tuning" / trial.name
-        words = (*more, *trial.arguments)
+        words = (*more, *trial.arguments, *self._fold((SEED, *AGAIN).index(seed)))
         runs = {
             m.label: replace(self.comparison.run(m, seed, folder, words), method=f"{m.label} {trial.name}")
             for m in methods
         }
         waiting = [label for label, run in runs.items() if run.finished is None]
         # the seeds come first: a method with a good rate and no interval says nothing
-        if self.left < self.cost(waiting, self.rounds) + LEAST * self.seed_cost:
+        if self.left < self.cost(waiting, self.rounds) + self.reserve:
             return False
         made = self.sweep(trial.name if seed == SEED else f"{trial.name}, seed {seed}", runs, self.rounds)
         # a rate at which a method fails is no choice, and no failure of the tournament

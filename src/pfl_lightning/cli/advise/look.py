@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from pfl_lightning.data import FederatedDataModule, Natural
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.samples import Split
 from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.nets import Net
@@ -24,6 +24,12 @@ UNLIKE = 0.2
 
 SHIFTED = 0.05
 """Share of the inputs' variance between clients, labels held fixed, from which FedBN is suggested."""
+
+RELATED = 0.01
+"""Share of the inputs' variance within clients that labels explain, below which no relation of both is found."""
+
+UNLIKE_RELATION = 0.2
+"""Client's own share of the relation of inputs to labels from which clients are suggested to learn from peers alone."""
 
 NEAR = 0.5
 """Distance to the nearest peer, relative to the mean distance, up to which clients count as grouped."""
@@ -46,7 +52,7 @@ class Look:
         nearest: distance of label mixes to the nearest peer, relative to the mean over all pairs; None without classes.
         inputs: share of the inputs' variance between clients, labels held fixed, on the same scale; None if inputs are
             no numbers.
-        drawn: splits whose rows another data.seed draws anew from the same clients; empty if it draws the clients.
+        relation: share of the relation of inputs to labels that differs between clients, see `own_relation`.
     """
 
     clients: Sequence[str]
@@ -56,22 +62,7 @@ class Look:
     labels: float | None
     nearest: float | None
     inputs: float | None
-    drawn: frozenset[Split]
-
-    def overlap(self, split: Split) -> float:
-        """Return the rows of a split for each row of the others from which the split is drawn; 0 if it isn't drawn.
-
-        Args:
-            split: name of the split.
-        """
-        if split not in self.drawn:
-            return 0.0
-        pool = sum(self.train) + sum(sum(rows) for name, rows in self._sizes.items() if name in self.drawn)
-        return sum(self._sizes[split]) / (pool - sum(self._sizes[split]))
-
-    @property
-    def _sizes(self) -> dict[Split, Sequence[int]]:
-        return {"val": self.val, "test": self.test}
+    relation: float | None
 
     @property
     def lines(self) -> list[tuple[str, str]]:
@@ -85,6 +76,10 @@ class Look:
         if self.nearest is not None:
             found.append(("nearest peer", f"at {100 * self.nearest:.0f} % of the mean distance of two label mixes"))
         found.append(("inputs", share_in_words(self.inputs, "inputs")))
+        if self.relation is None:
+            found.append(("relation of inputs to labels", "none found within clients by a linear look"))
+        else:
+            found.append(("relation of inputs to labels", f"{100 * self.relation:.0f} % of it is each client's own"))
         return found
 
 
@@ -125,20 +120,20 @@ def look_at(data: FederatedDataModule) -> Look:
     targets = torch.cat(y) if y else torch.empty(0)
     values = torch.cat([each.flatten(1) for each in x]) if x else torch.empty(0, 0, dtype=torch.int64)
     classes = data.task.classes(targets) if len(targets) else None
-    labels = nearest = None
+    labels = nearest = numbers = None
     if classes is not None and data.knows_classes:
         labels = between(nn.functional.one_hot(classes).double(), owners)
         nearest = nearest_peer(data.counts)
     elif targets.is_floating_point() and len(targets):
-        labels = between(targets.double().flatten(1) if targets.dim() > 1 else targets.double()[:, None], owners)
-    inputs = None
+        numbers = targets.double().flatten(1) if targets.dim() > 1 else targets.double()[:, None]
+        labels = between(numbers, owners)
+    inputs = relation = None
     if values.is_floating_point() and len(values):
         inputs = between(scaled(values.double(), classes), owners)
+        of_labels = numbers if classes is None else nn.functional.one_hot(classes).double()
+        relation = None if of_labels is None else own_relation(scaled(values.double(), None), of_labels, owners)
     names = data.client_names or [str(client) for client in clients]
-    # if data.seed draws the clients, they differ from seed to seed
-    stay = isinstance(data.partitioner, Natural) and data.hparams.get("num_clients") is None
-    drawn = frozenset[Split](("val", "test")) - data.division.named if stay else frozenset[Split]()
-    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, drawn)
+    return Look(names[: len(clients)], train, val, test, labels, nearest, inputs, relation)
 
 
 def scaled(values: Tensor, classes: Tensor | None) -> Tensor:
@@ -185,6 +180,54 @@ def between(values: Tensor, owners: Tensor) -> float | None:
     return max(0.0, (total - within - (groups - 1) * chance) / (total + chance))
 
 
+def own_relation(values: Tensor, labels: Tensor, owners: Tensor) -> float | None:
+    r"""Return the share of the relation of inputs to labels that is each client's own, from 0 to 1.
+
+    Within clients, inputs are explained by labels: by one linear map for all clients, and by one for each. The sums of
+    squares explained, each less what chance explains, are C and E, and the share is :math:`1 - C / E`. Where the same
+    label means the same inputs at all clients it is 0, where each client codes the labels in its own way near 1. Shifts
+    of a client's inputs or label mix have no part in it.
+
+    >>> x, owners = torch.tensor([[0.0], [0.1], [1.0], [1.1]] * 2), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    >>> same, inverse = torch.tensor([0.0, 0, 1, 1] * 2)[:, None], torch.tensor([0.0, 0, 1, 1, 1, 1, 0, 0])[:, None]
+    >>> own_relation(x, same, owners), own_relation(x, inverse, owners)
+    (0.0, 1.0)
+
+    Args:
+        values: inputs ``[n, d]``.
+        labels: labels as numbers, such as one-hot classes, ``[n, k]``.
+        owners: each row's client, int64 ``[n]``.
+
+    Returns:
+        None if labels explain less than 1 % of the inputs' variance within clients, or clients have too few rows.
+    """
+    _, place, counts = torch.unique(owners, return_inverse=True, return_counts=True)
+
+    def centred(numbers: Tensor) -> Tensor:
+        numbers = numbers.double()
+        sums = torch.zeros(len(counts), numbers.shape[1], dtype=torch.float64).index_add_(0, place, numbers)
+        means: Tensor = (sums / counts[:, None])[place]
+        return numbers - means
+
+    def explained(x: Tensor, y: Tensor) -> tuple[float, int]:
+        # columns of an orthonormal basis of the labels
+        basis, sizes, _ = torch.linalg.svd(y, full_matrices=False)
+        basis = basis[:, sizes > 1e-9 * max(1.0, float(sizes.max()))]
+        return float((basis.T @ x).square().sum()), basis.shape[1]
+
+    x, y = centred(values), centred(labels)
+    total = float(x.square().sum())
+    common, freedom = explained(x, y)
+    alone = [explained(x[place == client], y[place == client]) for client in range(len(counts))]
+    each, own_freedom = (sum(part) for part in zip(*alone, strict=True))
+    rest = len(x) - len(counts) - own_freedom
+    if rest < 1 or own_freedom <= freedom:
+        return None
+    chance = (total - each) / rest
+    common, each = max(0.0, common - freedom * chance), each - own_freedom * chance
+    return None if each <= RELATED * total else max(0.0, 1 - common / each)
+
+
 def nearest_peer(counts: Tensor) -> float | None:
     """Return the mean distance of a client's label mix to the nearest other one, relative to the mean over all pairs.
 
@@ -226,6 +269,9 @@ def suggested(look: Look, net: Net, task: Task) -> dict[str, str]:
     found["ditto"] = "a personal model held near the common one"
     if task.has_classes or type(task) is Regression:
         found["knn_per"] = "one model for all, whose predictions are mixed with those of a client's nearest rows"
+    peers = (look.relation or 0) >= UNLIKE_RELATION
+    differ = "labels mean other inputs at other clients" if peers else "clients may be of two kinds"
+    found["ifca"] = f"{differ}: two models, of which each client trains the one that fits"
     if len(look.clients) <= FEW:
         found["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
     if (look.inputs or 0) >= SHIFTED and any(isinstance(layer, BatchNorm) for layer in net.modules()):

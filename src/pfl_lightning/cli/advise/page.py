@@ -1,163 +1,73 @@
-"""Choose a method for each site on validation, and write the advice: text, Markdown, HTML, CSV and a picture."""
+"""Write the advice: text, Markdown, HTML, CSV and a picture."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from textwrap import fill
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+import numpy as np
+
+from pfl_lightning.cli.advise.decide import (
+    MATTERS,
+    Answer,
+    Pick,
+    Verdict,
+    answer,
+    gain_of,
+    is_ahead,
+    negative,
+    picks,
+    scale,
+    scores_of,
+    smallest_shown,
+)
 from pfl_lightning.cli.advise.look import Look
-from pfl_lightning.cli.compare.by_client import MANY, by_client, split
+from pfl_lightning.cli.compare.by_client import MANY, ByClient, split
 from pfl_lightning.cli.compare.page import STYLE, html_table, svg
 from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.significance import (
-    LEVEL,
-    Clients,
-    Difference,
-    difference,
-    differences_to,
-    interval,
-    of_clients,
-)
+from pfl_lightning.cli.compare.significance import Difference, Rows, interval
+from pfl_lightning.data import Split
 from pfl_lightning.runs.report import write_rows
+from pfl_lightning.runs.sample_scores import Scores
 from pfl_lightning.runs.tables import labelled, markdown_table, text_table
 from pfl_lightning.tasks import Monitor
 
-HERE, EVERYWHERE, NOTHING = "clear at this site", "clear over all sites", "the data can't tell"
-"""Reasons for an advice: a clear gain at the site; one over all sites, with no loss at the site; or neither."""
-
 RULE = """\
-The choice looks at validation rows alone. A gain is clear if p < 0.05 by Student's t over seeds{wider}, after Holm's
-correction for all methods. A site takes the method with the largest clear gain of its own; else the best method over
-all sites, if that is clear and has no loss at the site; else {reference}. Of many sites without any gain, one in
-twenty looks clear by chance. Methods can't be told apart if the 95 % interval of their difference holds 0."""
+Validation rows alone choose. A method is better than {reference} if its mean gain over the rows is above 0 with p <
+0.05, after Holm's correction for all methods, and its 95 % interval reaches {least}, the smallest gain of interest:
+over all sites, where each site counts alike, and at each site by its own rows. Of better methods, the first in the
+table is taken that isn't clearly worse than the one with the largest gain: simple methods come first. A site takes
+the method that is better by its own rows; else the one that is better over all sites, unless it is clearly worse at
+the site; else {reference}, for one of two reasons. Not better: the intervals of all methods end below {least}.
+Unknown: the rows can show neither. Of many sites without any gain, one in twenty looks better by chance."""
 
-WIDER = ", with the variance of seeds that share rows (Nadeau and Bengio)"
-"""Addition to `RULE` where seeds draw the rows that validate."""
+INTERVALS = """\
+Intervals are 95 %, of paired differences of rows, for other rows of these sites and other training runs (two-way
+variance of rows and runs, Student's t with Satterthwaite's degrees of freedom). Test rows are the same in all runs. No
+interval includes the choice of learning rates."""
 
-LIMITS = """\
-Test rows had no part in the choice. Intervals are 95 %, by Student's t over seeds. {rows}"""
+DISAGREE = """\
+Test rows say otherwise: {tested}. They had no part in the choice, so that they can check it: a method that test rows
+had chosen would have no rows left to be checked by. Both figures have errors, as their intervals show."""
 
-OF_ROWS = {
-    "val": "Those on validation rows hold for other rows of these sites as well.",
-    "test": "Those on test rows hold for other rows of these sites as well.",
-}
-"""Words on intervals of rows that each seed draws anew, by split."""
+LEGEND = """\
+Rows: the site's rows that {sizes}. Gains are over {alone}: the mean, and its 95 % interval in brackets. The last column
+names the methods that validation rows can't tell from the one to take."""
 
-OF_TRAINING = {
-    "val": "Those on validation rows are of other initial weights and batches, and of no other rows than these.",
-    "test": "Those on test rows are of other training rows and batches, and of no other test rows than these.",
-}
-"""Words on intervals of rows that are the same at all seeds, by split."""
+PARTS: tuple[tuple[Split, str], ...] = (("val", "validation"), ("test", "test"))
+"""The rows that are looked at, with the words for them."""
 
-Part: TypeAlias = Literal["val", "test"]
-PARTS: tuple[Part, ...] = ("val", "test")
-"""The rows that are looked at."""
+FEW = 5
+"""Largest number of sites that a sentence names."""
 
 Piece = tuple[str, Any]
 """A piece of the page: its kind (heading, text, code, lines or table), and its content."""
-
-
-@dataclass(frozen=True)
-class Pick:
-    """The method advised for a site.
-
-    Args:
-        site: name of the site.
-        method: the method.
-        reason: `HERE`, `EVERYWHERE` or `NOTHING`.
-        gain: the gain over the reference on validation; None for the reference itself.
-        level: methods that validation can't tell from this one at the site.
-    """
-
-    site: str
-    method: str
-    reason: str
-    gain: Difference | None
-    level: tuple[str, ...]
-
-
-def leader(values: Mapping[str, Clients], reference: str, overlap: float = 0.0) -> str | None:
-    """Return the method with the largest clear gain over the reference; None without a clear gain.
-
-    Args:
-        values: values by method, larger is better.
-        reference: the method to compare with.
-        overlap: as for `difference`.
-    """
-    if reference not in values:
-        return None
-    gains = differences_to(values, reference, overlap=overlap)
-    clear = {method: one.mean for method, (one, is_clear) in gains.items() if is_clear and one.mean > 0}
-    return max(clear, key=lambda method: clear[method], default=None)
-
-
-def picks(values: Mapping[str, Clients], reference: str, overlap: float = 0.0) -> list[Pick]:
-    """Return the advice for each site that has values of the reference.
-
-    Args:
-        values: validation values by method, larger is better; of equally good methods the first is taken.
-        reference: the method to compare with.
-        overlap: as for `difference`.
-    """
-    best = leader(values, reference, overlap)
-    by_site: dict[str, dict[str, Clients]] = {}
-    for method, clients in values.items():
-        for site, at_site in split(clients).items():
-            by_site.setdefault(site, {})[method] = at_site
-    found = []
-    for site, own in by_site.items():
-        if reference not in own:
-            continue
-        gains = {method: one for method, (one, _) in differences_to(own, reference, overlap=overlap).items()}
-        here = leader(own, reference, overlap)
-        # a method without a loss here may borrow strength from the other sites
-        shared = best if best is not None and best in gains and gains[best].mean >= 0 else None
-        method = here or shared or reference
-        reason = HERE if here else EVERYWHERE if shared else NOTHING
-        level = tuple(other for other in own if other != method and not is_ahead(own[method], own[other], overlap))
-        found.append(Pick(site, method, reason, gains.get(method), level))
-    return found
-
-
-def is_ahead(one: Clients, other: Clients, overlap: float = 0.0) -> bool:
-    """Return True if the 95 % interval of a method's lead over another leaves out 0.
-
-    Args:
-        one: values of the method.
-        other: values of the other method.
-        overlap: as for `difference`.
-    """
-    lead = difference(one, other, overlap=overlap)
-    # without a spread over seeds, as from a single seed, there is no interval
-    return lead is not None and not math.isnan(lead.half) and lead.mean > lead.half
-
-
-def seeds_for_half(seeds: int, overlap: float = 0.0) -> int | None:
-    """Return the number of seeds with intervals about half as wide; None if no number of seeds has them.
-
-    >>> seeds_for_half(5), seeds_for_half(10), seeds_for_half(3, 0.25), seeds_for_half(10, 0.25)
-    (13, 33, 7, None)
-
-    Args:
-        seeds: number of seeds, at least 2.
-        overlap: as for `difference`.
-    """
-    from scipy.special import ndtri, stdtrit
-
-    def width(count: int) -> float:
-        return float(stdtrit(count - 1, 1 - LEVEL / 2)) * math.sqrt(1 / count + overlap)
-
-    # the width of infinitely many seeds, which all draw from the same rows
-    if float(ndtri(1 - LEVEL / 2)) * math.sqrt(overlap) >= width(seeds) / 2:
-        return None
-    more = seeds + 1
-    while width(more) > width(seeds) / 2:
-        more += 1
-    return more
 
 
 @dataclass(frozen=True)
@@ -167,19 +77,19 @@ class Advice:
     Args:
         title: title of the page.
         look: facts about the clients.
-        overlap: evaluated rows for each row of the others from which each seed draws them, by split: `Look.overlap`.
+        folds: number of seeds that validate on different rows, 1 if all seeds validate on the same ones.
         reasons: why each method took part, by method.
         notes: sentences on settings, on methods left out and on the budget.
-        results: finished runs by method.
+        results: finished runs by method, simple methods first.
         reference: the method to compare with.
         monitor: the metric that selects.
-        cost: what a further seed of all methods costs, in words such as ``40 s``, as a function of the number of seeds.
+        cost: what further seeds of all methods cost, in words such as ``40 s``, as a function of their number.
         again: the command line of this advice with a number of seeds.
     """
 
     title: str
     look: Look
-    overlap: Mapping[Part, float]
+    folds: int
     reasons: Mapping[str, str]
     notes: Sequence[str]
     results: Mapping[str, Sequence[Result]]
@@ -189,192 +99,206 @@ class Advice:
     again: Callable[[int], str]
 
     @cached_property
-    def val(self) -> dict[str, Clients]:
-        """The values by method on validation rows, of methods with any."""
-        return self._values("val")
+    def scores(self) -> dict[Split, dict[str, Rows]]:
+        """Scores of rows by split and method, of methods with any."""
+        found = {
+            part: {method: scores_of(results, part, self.folds) for method, results in self.results.items()}
+            for part, _ in PARTS
+        }
+        return {part: {method: rows for method, rows in own.items() if rows} for part, own in found.items()}
 
     @cached_property
-    def test(self) -> dict[str, Clients]:
-        """The values by method on test rows, of methods with any."""
-        return self._values("test")
-
-    def _values(self, part: Part) -> dict[str, Clients]:
-        found = {method: of_clients(results, part) for method, results in self.results.items()}
-        return {method: values for method, values in found.items() if values}
+    def overall(self) -> Answer:
+        """The answer over all sites."""
+        return answer(self.scores["val"], self.reference, self.monitor)
 
     @cached_property
     def picks(self) -> list[Pick]:
         """The advice for each site."""
-        return picks(self.val, self.reference, self.overlap["val"])
+        return picks(self.scores["val"], self.reference, self.monitor, self.look.clients)
+
+    @cached_property
+    def tested(self) -> Answer:
+        """What test rows would have answered over all sites, which is reported alone."""
+        return answer(self.scores["test"], self.reference, self.monitor)
 
     @property
-    def seeds(self) -> int:
-        """Number of seeds of the table."""
-        return len({result.run.seed for results in self.results.values() for result in results})
+    def validated(self) -> int:
+        """Number of rows that validated, which in turn all rows outside test do."""
+        if self.folds < 2:
+            return sum(self.look.val)
+        seeds = {result.run.seed for result in self.results[self.reference]}
+        return round((sum(self.look.train) + sum(self.look.val)) * min(1.0, len(seeds) / self.folds))
+
+    @property
+    def alone(self) -> str:
+        """Words for the reference."""
+        return "training alone" if self.reference.startswith("Local") else self.reference
+
+    def amount(self, gain: float, digits: int = 3) -> str:
+        """Return a gain in words, such as ``1.2 points``.
+
+        Args:
+            gain: the gain.
+            digits: number of significant digits.
+        """
+        if self.monitor.metric != "acc":
+            return f"{gain:.{digits}g} of {self.monitor.metric}"
+        number = f"{100 * gain:.{digits}g}"
+        return f"{number} point{'' if number == '1' else 's'}"
+
+    @property
+    def least(self) -> str:
+        """The smallest gain of interest, in words."""
+        return self.amount(MATTERS * scale(self.scores["val"].get(self.reference, {}), self.monitor))
 
     def parts(self) -> list[Piece]:
-        """Return the page, piece by piece."""
-        rows = self.rows
-        found: list[Piece] = [("text", sentence) for sentence in self.answer()]
+        """Return the page, piece by piece: the answer, the tables, and an appendix with the statistics."""
         more = "more" if self.monitor.mode == "max" else "less"
-        unit = "acc in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
-        found.append(("text", f"Metric: {unit}; {more} is better."))
+        unit = "accuracy in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
+        found: list[Piece] = [("text", sentence) for sentence in self.answer()]
         found.append(("heading", "Site by site"))
-        if len(rows) > MANY:
-            reasons = [(pick.method, pick.reason) for pick in self.picks]
-            counts = [
-                [method, reason, str(reasons.count((method, reason)))] for method, reason in dict.fromkeys(reasons)
-            ]
-            found.append(("table", [["take", "why", "sites"], *sorted(counts, key=lambda row: -int(row[2]))]))
-            found.append(("text", f"The rows of all {len(rows)} sites are in advice.csv."))
+        if len(self.rows) > MANY:
+            counts = Counter((pick.method, pick.reason) for pick in self.picks).most_common()
+            found.append(("table", [["take", "why", "sites"], *([*each, str(number)] for each, number in counts)]))
+            found.append(("text", f"The lines of all {len(self.rows)} sites are in advice.csv."))
         else:
-            found.append(("table", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
-        wider = WIDER if self.overlap["val"] else ""
-        found.append(("text", RULE.format(reference=self.reference, wider=wider)))
-        found.append(("heading", "Over all sites"))
-        found.append(("table", self.overall()))
-        held = " ".join((OF_ROWS if self.overlap[part] else OF_TRAINING)[part] for part in PARTS)
-        found.append(("text", LIMITS.format(rows=held)))
-        found.append(("heading", "To know better"))
-        found += self.better()
-        found.append(("heading", "The look"))
-        found.append(("lines", self.look.lines))
+            found.append(("table", [list(self.rows[0]), *([*map(str, row.values())] for row in self.rows)]))
+        sizes = "train and validate in turn, and rows that test" if self.folds > 1 else "train, validate and test"
+        found.append(("text", LEGEND.format(sizes=sizes, alone=self.alone)))
+        found += [("heading", "Over all sites"), ("table", self.table())]
+        found.append(("text", f"Means of sites, each site alike: {unit}; {more} is better."))
+        found += [("heading", "To know better"), *self.better()]
+        found.append(("heading", "Appendix: how this was found"))
+        found.append(("text", RULE.format(reference=self.reference, least=self.least)))
+        found += [("text", INTERVALS), ("lines", self.look.lines)]
         found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
         return [*found, *(("text", note) for note in self.notes)]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """A row of the table for each site."""
-        look, over = self.look, f"over {self.reference}"
-        place = {name: at for at, name in enumerate(look.clients)}
-        rows = []
-        for pick in self.picks:
-            tested = self.gain("test", pick.method, pick.site)
-            at = place.get(pick.site)
-            sizes = "" if at is None else f"{look.train[at]}/{look.val[at]}/{look.test[at]}"
-            rows.append(
+        """A line of the table for each site."""
+        test = {method: split(rows) for method, rows in self.scores["test"].items()}
+        found = []
+        for place, pick in enumerate(self.picks):
+            own, base = (test.get(method, {}).get(pick.site, {}) for method in (pick.method, self.reference))
+            tested = None if pick.method == self.reference else gain_of(own, base)
+            train, val, tests = (sizes[place] for sizes in (self.look.train, self.look.val, self.look.test))
+            found.append(
                 {
                     "site": pick.site,
-                    "rows": sizes,
+                    "rows": f"{train + val}/{tests}" if self.folds > 1 else f"{train}/{val}/{tests}",
                     "take": pick.method,
+                    "answer": pick.verdict.value,
                     "why": pick.reason,
-                    f"{over}, validation": "" if pick.gain is None else interval(pick.gain, self.monitor),
-                    f"{over}, test": "" if tested is None else interval(tested, self.monitor),
+                    "gain, validation": "" if pick.gain is None else interval(pick.gain, self.monitor),
+                    "gain, test": "" if tested is None else interval(tested, self.monitor),
                     "can't be told from": ", ".join(pick.level) or "none",
                 }
             )
-        return rows
-
-    def gain(self, part: Part, method: str, site: str | None = None) -> Difference | None:
-        """Return a method's gain over the reference, at a site or over all; None for the reference itself.
-
-        Args:
-            part: the rows that are looked at.
-            method: the method.
-            site: the site; None for all.
-        """
-        values = self.val if part == "val" else self.test
-        if method == self.reference or not {method, self.reference} <= values.keys():
-            return None
-        own = values[method]
-        # pairs with the reference alone count, so that it needs no restriction
-        own = {key: value for key, value in own.items() if site in (None, key[1])}
-        return difference(own, values[self.reference], overlap=self.overlap[part])
-
-    def answer(self) -> list[str]:
-        """Return the sentences at the head of the page."""
-        val, test = self.val, self.test
-        overlap = self.overlap["val"]
-        best, found = leader(val, self.reference, overlap), []
-        if best is None:
-            means = {m: one.mean for m in val if (one := self.gain("val", m)) is not None}
-            first = max(means, key=lambda method: means[method], default=None)
-            nearest = f" The best by its mean is {first}, with {self.both(first)}." if first else ""
-            found.append(
-                f"Over all sites the data can't tell whether any method is better than {self.reference}.{nearest}"
-            )
-        else:
-            found.append(f"Over all sites {best} is the best: {self.both(best)} over {self.reference}.")
-            others = [m for m in val if m not in (best, self.reference) and not is_ahead(val[best], val[m], overlap)]
-            if others:
-                found.append(f"Validation can't tell {best} from {listed(others)}.")
-        if losses := self.clear("val", -1):
-            found.append(f"Worse than {self.reference} on validation rows: {listed(losses)}.")
-        tested = [
-            f"{words} than {self.reference}: {listed(methods)}"
-            for words, sign in (("better", 1), ("worse", -1))
-            if (methods := self.clear("test", sign))
-        ]
-        if tested:
-            stay = "" if self.overlap["test"] else " and are the same at all seeds"
-            found.append(f"On test rows, which had no part in the choice{stay}, {'; '.join(tested)}.")
-        mixed: Clients = {}
-        for pick in self.picks:
-            mixed |= {key: value for key, value in test.get(pick.method, {}).items() if key[1] == pick.site}
-        together = difference(mixed, test.get(self.reference, {}), overlap=self.overlap["test"]) if mixed else None
-        if together is not None and any(pick.method != self.reference for pick in self.picks):
-            found.append(
-                "Each site with its advised method: "
-                f"{interval(together, self.monitor)} over {self.reference} on test rows, in the mean of sites."
-            )
         return found
 
-    def clear(self, part: Part, sign: int) -> list[str]:
-        """Return the methods with clear gains over the reference, or with clear losses, each with its interval.
+    def answer(self) -> list[str]:
+        """Return the sentences at the head of the page; the first is the advice."""
+        overall, rows = self.overall, f"{self.validated:,} validation rows"
+        if overall.verdict is Verdict.BETTER:
+            gain = self.amount(overall.gains[overall.method].mean)
+            found = [f"Use {overall.method}: over all sites it gains {gain} over {self.alone}, by {rows}."]
+            found.append(f"Better than {self.alone}: {self.named(overall.clear, overall.gains)}.")
+        else:
+            take = "Train alone" if self.alone != self.reference else f"Take {self.reference}"
+            shown = smallest_shown(overall)
+            if overall.verdict is Verdict.NOT_BETTER:
+                found = [f"{take}: no method gains {self.least} or more, by {rows}."]
+            elif math.isnan(shown):
+                found = [f"{take} for now: {rows} can't show any gain."]
+            else:
+                found = [f"{take} for now: {rows} cannot show a gain below about {self.amount(shown, 2)}."]
+            if overall.gains:
+                best = max(overall.gains, key=lambda method: overall.gains[method].mean)
+                found.append(f"The largest mean gain is that of {self.named([best], overall.gains)}.")
+        others = [pick for pick in self.picks if pick.method != overall.method]
+        if others:
+            listing = listed([f"{pick.site} ({pick.method}: {pick.reason})" for pick in others[:FEW]])
+            rest = f", and {len(others) - FEW} more" if len(others) > FEW else ""
+            found.append(f"Other advice for {len(others)} of {len(self.picks)} sites: {listing}{rest}.")
+        worse = [method for method, one in overall.gains.items() if is_ahead(negative(one))]
+        if worse:
+            found.append(f"Worse than {self.alone}: {self.named(worse, overall.gains)}.")
+        return [*found, *self.on_test()]
 
-        Args:
-            part: the rows that are looked at.
-            sign: 1 for gains, -1 for losses.
-        """
-        values = self.val if part == "val" else self.test
-        if self.reference not in values:
+    def on_test(self) -> list[str]:
+        """Return what test rows say about the advice."""
+        tested = self.tested.gains
+        if not tested:
             return []
-        compared = differences_to(values, self.reference, overlap=self.overlap[part])
-        return [
-            f"{method} ({interval(one, self.monitor)})"
-            for method, (one, is_clear) in compared.items()
-            if is_clear and sign * one.mean > 0
-        ]
+        mixed: Rows = {}
+        for pick in self.picks:
+            own = self.scores["test"].get(pick.method, {})
+            mixed |= {key: scores for key, scores in own.items() if key[1] == pick.site}
+        together = gain_of(mixed, self.scores["test"].get(self.reference, {}))
+        found = []
+        if together is not None and any(pick.method != self.reference for pick in self.picks):
+            found.append(
+                f"Each site with its advised method gains {interval(together, self.monitor)} over {self.alone} on test "
+                "rows, which had no part in the choice."
+            )
+        better = [method for method in self.tested.clear if method not in self.overall.clear]
+        lost = [m for m in self.overall.clear[:1] if m in tested and is_ahead(negative(tested[m]))]
+        words = [f"better than {self.alone} there: {self.named(better, tested)}"] if better else []
+        words += [f"worse there: {self.named(lost, tested)}"] if lost else []
+        return [*found, DISAGREE.format(tested="; ".join(words))] if words else found
 
-    def both(self, method: str) -> str:
-        """Return a method's gains on validation and on test rows, in words."""
-        found = [
-            f"{interval(one, self.monitor)} on {name} rows"
-            for part, name in zip(PARTS, ("validation", "test"), strict=True)
-            if (one := self.gain(part, method)) is not None
-        ]
-        return ", ".join(found)
+    def named(self, methods: Sequence[str], gains: Mapping[str, Difference]) -> str:
+        """Return methods with their gains, in words."""
+        return listed([f"{method} ({interval(gains[method], self.monitor)})" for method in methods])
 
-    def overall(self) -> list[list[str]]:
+    def table(self) -> list[list[str]]:
         """Return the table of methods over all sites, each site alike."""
         factor, form = (100, ".2f") if self.monitor.metric == "acc" else (1, ".4g")
-        cells = [["method", *(f"{p}{w}" for p in ("validation", "test") for w in ("", f", over {self.reference}"))]]
+        cells = [["method", *(f"{words}{gain}" for _, words in PARTS for gain in ("", ", gain"))]]
         for method in self.results:
             row = [method]
-            for part in PARTS:
-                own = (self.val if part == "val" else self.test).get(method, {})
-                mean = self.monitor.sign * factor * sum(own.values()) / len(own) if own else math.nan
-                one = self.gain(part, method)
-                row += [f"{mean:{form}}" if own else "-", "" if one is None else interval(one, self.monitor)]
+            for part, _ in PARTS:
+                own = self.scores[part].get(method, {})
+                mean = (
+                    fmean(fmean(each.values.mean() for each in site.values()) for site in split(own).values())
+                    if own
+                    else 0
+                )
+                gain = (self.overall if part == "val" else self.tested).gains.get(method)
+                row += [f"{self.monitor.sign * factor * mean:{form}}" if own else "-"]
+                row += ["" if gain is None else interval(gain, self.monitor)]
             cells.append(row)
         return cells
 
+    @property
+    def repeats(self) -> int:
+        """Number of times that all validation rows validated."""
+        return len({repeat for repeat, _ in self.scores["val"].get(self.reference, {})})
+
     def better(self) -> list[Piece]:
-        """Return the cost of narrower intervals, and the command for them."""
-        seeds = self.seeds
-        more = 3 if seeds < 2 else seeds_for_half(seeds, self.overlap["val"])
-        if more is None:
-            said = f"More rows at the sites would halve the intervals; no number of seeds does, after {seeds} of them."
-            return [("text", said)]
-        if seeds < 2:
-            said = f"One seed has no interval. {more} seeds cost about {self.cost(more - seeds)} more"
-        else:
-            said = f"{more} seeds, not {seeds}, would halve the intervals, for about {self.cost(more - seeds)} more"
-        steps = ""
-        least = min((rows for rows in self.look.val if rows), default=0)
-        if self.monitor.metric == "acc" and least:
-            steps = f" The smallest site validates on {least} rows: one is {100 / least:.1f} points there at any seed."
-        return [("text", f"{said}; finished runs count.{steps}"), ("code", self.again(more))]
+        """Return what narrower intervals cost, and the command for further seeds."""
+        seeds = len({result.run.seed for results in self.results.values() for result in results})
+        count = (self.repeats + 1) * self.folds if self.folds > 1 else seeds + max(2, seeds)
+        words = (
+            f"{count} seeds in the place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
+        )
+        known = {method: one for method, one in self.overall.gains.items() if not math.isnan(one.half)}
+        if known:
+            best = max(known, key=lambda method: known[method].mean)
+            # without the variance of training runs, which is what further seeds take away
+            base = self.scores["val"][self.reference]
+            rows = gain_of(over_repeats(self.scores["val"][best]), over_repeats(base))
+            if self.repeats > 1 and rows is not None and known[best].half > 0:
+                least = min(1.0, rows.half / known[best].half)
+                words = (
+                    f"About {100 * least:.0f} % of the width of {best}'s interval is of the rows at hand, and stays "
+                    f"with any number of seeds: four times as many rows would halve it. {words}"
+                )
+            else:
+                words = f"Further seeds tell how much of the intervals is of training runs. {words}"
+        return [("text", words), ("code", self.again(count))]
 
     def write(self, out: Path) -> str:
         """Write ``advice.md``, ``.html``, ``.csv`` and ``.png``, and return the text for the terminal.
@@ -385,14 +309,40 @@ class Advice:
         parts = self.parts()
         write_rows(out / "advice.csv", self.rows)
         (out / "advice.md").write_text(as_markdown(self.title, parts))
-        sites = by_client(self.results, self.reference, self.monitor, self.overlap["test"])
         picture = ""
-        if sites is not None:
-            figure = sites.figure()
+        if self.tested.gains:
+            figure = self.sites().figure()
             figure.savefig(out / "advice.png", dpi=150)
             picture = f"<h2>Test rows</h2>\n{svg(figure, 'Test rows')}"
         (out / "advice.html").write_text(as_html(self.title, parts, picture))
         return as_text(parts)
+
+    def sites(self) -> ByClient:
+        """Return the gains of each site on test rows."""
+        test = {method: split(rows) for method, rows in self.scores["test"].items()}
+        gains = {
+            method: {
+                site: one for site, rows in own.items() if (one := gain_of(rows, test[self.reference].get(site, {})))
+            }
+            for method, own in test.items()
+            if method != self.reference
+        }
+        means = {
+            method: {
+                site: [self.monitor.sign * float(each.values.mean()) for each in rows.values()]
+                for site, rows in own.items()
+            }
+            for method, own in test.items()
+        }
+        return ByClient(self.monitor, self.reference, means, gains)
+
+
+def over_repeats(rows: Rows) -> Rows:
+    """Return the mean of each row over repeats, as scores of one repeat."""
+    return {
+        (0, site): Scores(np.mean([each.values for each in own.values()], axis=0), next(iter(own.values())).rows)
+        for site, own in split(rows).items()
+    }
 
 
 def listed(words: Sequence[str]) -> str:

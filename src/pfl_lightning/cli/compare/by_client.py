@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.significance import (
-    Clients,
     Difference,
     Population,
     clients_stay,
@@ -27,6 +26,8 @@ from pfl_lightning.tasks import Monitor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Value = TypeVar("Value")
 
 MANY = 50
 """Largest number of clients in tables for readers; more go to the CSV file, and a picture shows their distribution."""
@@ -231,16 +232,16 @@ def by_client(
     )
 
 
-def split(clients: Clients) -> dict[str, Clients]:
+def split(clients: Mapping[tuple[int, str], Value]) -> dict[str, dict[tuple[int, str], Value]]:
     """Return the values of each client, by client.
 
     >>> split({(0, "a"): 1.0, (1, "a"): 2.0, (0, "b"): 3.0})
     {'a': {(0, 'a'): 1.0, (1, 'a'): 2.0}, 'b': {(0, 'b'): 3.0}}
 
     Args:
-        clients: a method's values.
+        clients: a method's values, or the scores of its rows.
     """
-    found: dict[str, Clients] = {}
+    found: dict[str, dict[tuple[int, str], Value]] = {}
     for key, value in clients.items():
         found.setdefault(key[1], {})[key] = value
     return found

@@ -196,11 +196,18 @@ class Comparison(AbstractContextManager["Comparison"]):
         if report is None:
             found = f", {len(earlier)} of them made earlier" if earlier else ""
             print(f"runs: {len(runs)}{found}; each writes to output.txt in its folder under {self.out}", flush=True)
-        # one for all calls, as the imports take seconds
-        if self._starter is None and len(earlier) < len(runs):
-            self._starter = new_starter(self.environment)
+        if len(earlier) < len(runs):
+            self.start()
         report = report or Progress(len(runs), earlier)
         return run_all(runs, self.given.jobs, self.environment, report, self._starter)
+
+    def start(self) -> None:
+        """Start the process that forks the runs, and wait for its imports."""
+        # one for all calls, as the imports take seconds
+        if self._starter is None:
+            self._starter = new_starter(self.environment)
+            if self._starter:
+                self._starter.wait()
 
     def tune(self, methods: Sequence[Choice]) -> dict[str, Trial]:
         """Return each method's best trial, and add notes for the table.

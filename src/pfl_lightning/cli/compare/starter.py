@@ -43,6 +43,11 @@ class Starter:
             )
         self._codes: dict[int, int] = {}
 
+    def wait(self) -> None:
+        """Wait until the process has imported the package; where it has ended, the next start says so."""
+        with suppress(EOFError, OSError):
+            self._connection.poll(None)
+
     def start(self, arguments: Sequence[str], output: Path, environment: Mapping[str, str]) -> "Forked":
         """Fork a process that runs the program.
 
