@@ -427,9 +427,9 @@ def values_at_once(
     """
     clients, pooled = len(lengths), name.endswith(POOLED)
     if isinstance(metric, Rows) and isinstance(target, Tensor):
-        sizes, there = lengths.tolist(), (outputs.detach().cpu(), target.detach().cpu())
-        own = zip(*(split_by(tree, sizes) for tree in there), strict=True)
-        return [{"outputs": each.clone(), "target": its.clone()} for each, its in cast(Any, own)]
+        sizes, kept = lengths.tolist(), (outputs.detach().cpu(), target.detach().cpu())
+        pairs = zip(*(torch.split(tensor, sizes) for tensor in kept), strict=True)
+        return [{"outputs": each.clone(), "target": its.clone()} for each, its in pairs]
     if is_accuracy(metric):
         right = sums_of((outputs.argmax(1) == target).long(), lengths)
         return cast(list[float], (right.float() / lengths).tolist())

@@ -184,7 +184,6 @@ def by_client(
     methods: Mapping[str, Sequence[Result]],
     reference: str | None,
     monitor: Monitor,
-    overlap: float = 0.0,
     population: Population = "seeds",
 ) -> ByClient | None:
     """Return the comparison by client; None if no client has a value, or clients differ from seed to seed.
@@ -193,7 +192,6 @@ def by_client(
         methods: finished runs by method.
         reference: the method whose values gains are measured from.
         monitor: the metric that selects.
-        overlap: as for `difference`.
         population: ``samples`` for intervals over test rows, of clients with scores of them; else they are over seeds.
     """
     if not clients_stay(methods):
@@ -211,7 +209,7 @@ def by_client(
         method: {
             client: one
             for client, each in own.items()
-            if client in base and (one := difference(each, base[client], overlap=overlap)) is not None
+            if client in base and (one := difference(each, base[client])) is not None
         }
         for method, own in signed.items()
         if base and method != reference

@@ -97,28 +97,17 @@ def by_method(methods: Mapping[str, Sequence[Result]]) -> dict[str, Clients]:
     return {method: values for method, values in clients.items() if values}
 
 
-def t_interval(differences: Sequence[float], overlap: float = 0.0) -> tuple[float, float, float]:
+def t_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """Return mean, half width of the 95 % interval, and two-sided p-value of Student's t.
 
     With few seeds a bootstrap over seeds would be too narrow: three seeds have ten resamples. The t interval holds its
     level for two seeds and more where seeds' differences are about normal.
 
-    Where each seed draws the rows anew that are evaluated, seeds share rows, and their mean keeps a part of the chance
-    by which these rows, and no others, are at hand. Of S seeds its variance is :math:`s^2 (1/S + o)` for the overlap o,
-    and not :math:`s^2 / S`: with a fifth of the rows, ten seeds and five equal methods, the latter marks some method
-    in 29 % of simulated tables, and the former in 2 %.
-
     >>> [round(number, 3) for number in t_interval([1.0, 2.0, 3.0])]
     [2.0, 2.484, 0.074]
-    >>> [round(number, 3) for number in t_interval([1.0, 2.0, 3.0], overlap=0.25)]
-    [2.0, 3.286, 0.12]
-
-    Source: Nadeau and Bengio, Inference for the generalization error, Machine Learning 52, 2003.
 
     Args:
         differences: one per seed, at least one.
-        overlap: evaluated rows for each row of the others from which they are drawn, at least 0; 0 for the same rows
-            at all seeds.
     """
     mean, seeds = fmean(differences), len(differences)
     if seeds < 2 or not any(differences):
@@ -126,7 +115,7 @@ def t_interval(differences: Sequence[float], overlap: float = 0.0) -> tuple[floa
     spread = stdev(differences)
     # without any spread t would be infinite: the same difference at each seed is common with few test samples
     spread = spread if spread > 1e-9 * max(map(abs, differences)) else rounding(mean)
-    return mean, *student(mean, spread * math.sqrt(1 / seeds + overlap), seeds - 1)
+    return mean, *student(mean, spread / math.sqrt(seeds), seeds - 1)
 
 
 def rounding(mean: float) -> float:
@@ -283,9 +272,7 @@ def paired(values: Rows, reference: Rows) -> tuple[dict[str, NDArray[np.float64]
     return differences, rows
 
 
-def difference(
-    values: Clients, reference: Clients, population: Population = "seeds", overlap: float = 0.0
-) -> Difference | None:
+def difference(values: Clients, reference: Clients, population: Population = "seeds") -> Difference | None:
     """Return a method's difference to the reference, over clients that both have; None without such clients.
 
     Clients count alike within a seed, and seeds count alike.
@@ -294,7 +281,6 @@ def difference(
         values: the method's values.
         reference: the reference's values.
         population: for what the interval holds.
-        overlap: as for `t_interval`, of ``seeds`` alone.
     """
     pairs: dict[int, dict[str, float]] = {}
     for (seed, client), value in values.items():
@@ -305,7 +291,7 @@ def difference(
     better = np.mean([pair > 0 for own in pairs.values() for pair in own.values()])
     if population == "clients":
         return Difference(*two_way_interval(pairs), float(better))
-    return Difference(*t_interval([fmean(own.values()) for own in pairs.values()], overlap), float(better))
+    return Difference(*t_interval([fmean(own.values()) for own in pairs.values()]), float(better))
 
 
 def population_of(methods: Mapping[str, Sequence[Result]], asked: Population | None = None) -> Population:
@@ -420,7 +406,7 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def differences_to(
-    clients: Mapping[str, Clients], reference: str, population: Population = "seeds", overlap: float = 0.0
+    clients: Mapping[str, Clients], reference: str, population: Population = "seeds"
 ) -> dict[str, tuple[Difference, bool]]:
     """Return each other method's difference to the reference, and whether it holds among all of these comparisons.
 
@@ -428,10 +414,9 @@ def differences_to(
         clients: values by method.
         reference: the method to compare with, chosen before looking at results.
         population: for what intervals hold.
-        overlap: as for `difference`.
     """
     others = {
-        method: difference(values, clients[reference], population, overlap)
+        method: difference(values, clients[reference], population)
         for method, values in clients.items()
         if method != reference
     }
