@@ -841,6 +841,10 @@ def test_what_is_not_the_same_is_named(stand_in, capsys, plan, words):
     out = capsys.readouterr().out
     assert f"seed 1: FedAvg and Local had different {words}." in out
     assert "seed 0: FedAvg" not in out and "Same partition" not in out
+    # one line for all seeds of a pair
+    stand_in(FedAvg_0=plan, FedAvg_1=plan)
+    assert compare("--methods Local FedAvg --data Digits --seeds 0 1 --out runs/both") == 0
+    assert f"seeds 0, 1: FedAvg and Local had different {words}." in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive

@@ -399,23 +399,21 @@ def disagreement(methods: Mapping[str, Sequence[Result]], monitor: Monitor, refe
 
 
 def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Return a sentence for each pair of methods with unequal partition, cohorts or initial weights at a seed.
+    """Return a sentence for each pair of methods with unequal partition, cohorts or initial weights, with the seeds.
 
     Args:
         methods: finished runs by method.
     """
     # compared with the first method of the same seed
     first: dict[int, Result] = {}
-    found = []
+    found: dict[str, list[str]] = {}
     for result in (result for results in methods.values() for result in results):
         other = first.setdefault(result.run.seed, result)
         unlike = [words for name, words in COMMON.items() if differ(result.common[name], other.common[name])]
         if unlike:
-            found.append(
-                f"seed {result.run.seed}: {result.run.method} and {other.run.method} had different "
-                f"{' and '.join(unlike)}."
-            )
-    return found
+            said = f"{result.run.method} and {other.run.method} had different {' and '.join(unlike)}."
+            found.setdefault(said, []).append(str(result.run.seed))
+    return [f"{'seeds' if len(own) > 1 else 'seed'} {', '.join(own)}: {said}" for said, own in found.items()]
 
 
 def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
