@@ -543,8 +543,7 @@ def work_of(text: str) -> list[str]:
 
 
 def test_unequal_work_has_a_column_and_a_sentence(stand_in, capsys):
-    # three trainings: 2 steps and 20 samples are usual; FedPer's steps are within five per cent of that, and Local
-    # trains nothing
+    # 6 steps and 60 samples are usual; FedPer's steps are within five per cent of that, and Local trains nothing
     stand_in(
         FedProx={"steps": 180, "samples": 1780},
         Ditto={"steps": 12, "samples": 100},
@@ -554,7 +553,7 @@ def test_unequal_work_has_a_column_and_a_sentence(stand_in, capsys):
     assert compare("--methods FedAvg FedProx Ditto FedPer Local --data Digits") == 0
     head, _, *rows = (line.strip("| ").split(" | ") for line in (OUT / "comparison.md").read_text().splitlines()[:7])
     steps, samples = ([row[head.index(title)] for row in rows] for title in ("local steps", "samples read"))
-    assert (steps, samples) == (["2.0", "60.0", "4.0", "2.1", "0.0"], ["20.0", "600.0", "40.0", "60.0", "20.0"])
+    assert (steps, samples) == (["6", "180", "12", "6", "0"], ["60", "1800", "120", "180", "60"])
     assert work_of(capsys.readouterr().out) == [
         "Unequal work: FedProx makes 30 times the local steps of FedAvg, Ditto 2 times.",
         "Unequal work: FedPer reads 3 times the samples of FedAvg.",

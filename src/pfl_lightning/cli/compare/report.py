@@ -63,8 +63,8 @@ MEANINGS = {
     "std over clients": "in the last round",
     "server": "the server's one model on the central test set",
     "MiB": "of all clients in a round",
-    "local steps": "optimizer steps per client and round",
-    "samples read": "per client and round, each time that they are in a batch",
+    "local steps": "optimizer steps of all clients in the run",
+    "samples read": "by all clients in the run, each time that they are in a batch",
     "GFLOP": "of all clients in a round",
 }
 """Explanations of columns, by the beginning of their titles."""

@@ -56,7 +56,7 @@ BY: dict[Mean, str] = {"client": "(by client)", "sample": "(by sample)"}
 """Endings of titles, by how clients count in the mean."""
 
 STEPS, SAMPLES = "local/steps", "local/samples"
-"""Names of the columns on the work of local training, per client and round."""
+"""Names of the columns on the work of local training, of all clients and rounds."""
 
 EQUAL = 1.05
 """Factor up to which two methods' work counts as the same."""
@@ -100,8 +100,8 @@ def columns_of(monitor: Monitor, further: Iterable[str] = (), new: bool = False)
         Column("privacy/epsilon", "epsilon", 1, ".3g"),
         Column("bytes/up", "MiB up", 2**-20, ".2f"),
         Column("bytes/down", "MiB down", 2**-20, ".2f"),
-        Column(STEPS, "local steps", 1, ".1f", asked=True),
-        Column(SAMPLES, "samples read", 1, ".1f", asked=True),
+        Column(STEPS, "local steps", 1, ".0f", asked=True),
+        Column(SAMPLES, "samples read", 1, ".0f", asked=True),
         Column("flops", "GFLOP", 1e-9, ".3g"),
         Column("seconds", "seconds", 1, ".1f"),
     )
@@ -182,10 +182,10 @@ class Result:
                 values[f"ten_best/{name}"] = fmean(sorted(rounds, key=lambda value: -self.monitor.sign * value)[:MANY])
         if counted := [float(row["flops"]) for row in self.rows if row.get("flops")]:
             values["flops"] = fmean(counted)
-        trained = sum(int(row["clients"]) for row in self.rows if row.get(STEPS))
-        # records of earlier versions have no such columns
-        if trained:
-            values |= {name: sum(float(row.get(name) or 0) for row in self.rows) / trained for name in (STEPS, SAMPLES)}
+        # totals, as runs of other numbers of rounds, or with one client for all, can do the same work
+        for name in (STEPS, SAMPLES):
+            if any(row.get(name) for row in self.rows):
+                values[name] = sum(float(row.get(name) or 0) for row in self.rows)
         values["seconds"] = self.summary["seconds"]
         return {column.name: values[column.name] for column in self.columns if values.get(column.name) is not None}
 
