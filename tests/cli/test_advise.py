@@ -220,6 +220,24 @@ def test_of_methods_on_a_level_the_simple_one_is_taken():
     assert answer(apart, "Local", ACC).clear == ("Ditto", "FedAvg")
 
 
+def test_a_simple_method_on_a_level_with_a_clear_one_needs_no_correction_of_its_own():
+    base = np.tile([0.0, 1.0], 200)
+
+    def changed(gained, lost):
+        values = base.copy()
+        values[: 2 * gained : 2], values[1 : 2 * lost : 2] = 1.0, 0.0
+        return {(0, "a"): Scores(values, 400)}
+
+    # the same gain of five points: 20 rows for Ditto, and 62 against 42 for FedAvg
+    rows = {"Local": changed(0, 0), "FedAvg": changed(62, 42), "APFL": changed(10, 9), "Ditto": changed(20, 0)}
+    found = answer(rows, "Local", ACC)
+    assert (found.method, found.clear) == ("FedAvg", ("FedAvg", "Ditto"))
+    # without a method that is clear, nothing is claimed
+    assert answer({name: own for name, own in rows.items() if name != "Ditto"}, "Local", ACC).verdict is Verdict.UNKNOWN
+    # one that is clearly behind isn't taken
+    assert answer(rows | {"Ditto": changed(80, 0)}, "Local", ACC).method == "Ditto"
+
+
 def test_the_same_gain_at_all_seeds_is_evidence():
     found = rows_with(repeats=5, FedAvg={site: (30, 0.3) for site in "abcdef"})
     assert all(pick.method == "FedAvg" for pick in picks(found, "Local", ACC, "abcdef"))

@@ -149,9 +149,10 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
     """Return the answer over all sites with rows here.
 
     A gain may matter if its 95 % interval reaches the smallest gain of interest. A method is better if its gain may
-    matter, and is above 0 with p < 0.05 after Holm's correction for all methods. Of better ones, the first is taken
-    that isn't clearly worse than the one with the largest gain. None is better if no gain may matter. Else the answer
-    is unknown.
+    matter, and is above 0 with p < 0.05 after Holm's correction for all methods. If any is, the first method is taken
+    that isn't clearly worse than the better one with the largest gain, and whose own interval, without correction, is
+    above 0: a simple method needs no stronger evidence than others that it is level with the best. None is better if
+    no gain may matter. Else the answer is unknown.
 
     Args:
         rows: scores of validation rows by method, simple methods first.
@@ -170,7 +171,8 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
     clear = [method for method in matters if adjusted[method] < LEVEL and gains[method].mean > 0]
     if clear:
         best = max(clear, key=lambda method: gains[method].mean)
-        taken = next(each for each in clear if each == best or not is_ahead(gain_of(rows[best], rows[each])))
+        level = [each for each in matters if each in clear or is_ahead(gains[each])]
+        taken = next(each for each in level if each == best or not is_ahead(gain_of(rows[best], rows[each])))
         further = sorted((each for each in clear if each != taken), key=lambda each: -gains[each].mean)
         return Answer(Verdict.BETTER, taken, (taken, *further), gains, count)
     verdict = Verdict.NOT_BETTER if gains and not matters else Verdict.UNKNOWN

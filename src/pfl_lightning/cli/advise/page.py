@@ -41,8 +41,9 @@ from pfl_lightning.tasks import Monitor
 RULE = """\
 Validation rows alone choose. A method is better than {reference} if its mean gain over the rows is above 0 with p <
 0.05, after Holm's correction for all methods, and its 95 % interval reaches {least}, the smallest gain of interest:
-over all sites, where each site counts alike, and at each site by its own rows. Of better methods, the first in the
-table is taken that isn't clearly worse than the one with the largest gain: simple methods come first. A site takes
+over all sites, where each site counts alike, and at each site by its own rows. If any is, the first in the table
+is taken that isn't clearly worse than the better one with the largest gain, and whose own interval is above 0: simple
+methods come first. A site takes
 the method that is better by its own rows; else the one that is better over all sites, unless it is clearly worse at
 the site; else {reference}, for one of two reasons. Not better: the intervals of all methods end below {least}.
 Unknown: the rows can show neither. Of many sites without any gain, one in twenty looks better by chance."""
