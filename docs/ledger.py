@@ -21,10 +21,12 @@ PAGE, DATA = HERE / "claims.md", HERE / "ledger.yaml"
 COLUMNS = ("claim", "paper", "here", "scale", "verdict", "section")
 CHECKED = "Checked figures"
 """The section of claims.md with the figures that `--check` compares."""
+README = "What README says"
+"""The section of claims.md with README's sentences, each with the cells of the tables that it rests on."""
 
 
 def ledger() -> dict[str, Any]:
-    """The content of ledger.yaml: ``claims`` by section, ``checks``, and tables by their clients in ``which``."""
+    """The content of ledger.yaml: ``claims`` by section, ``checks``, tables by their clients in ``which``, ``readme``."""
     return yaml.safe_load(DATA.read_text())
 
 
@@ -43,13 +45,29 @@ def figures(checks: list[dict[str, Any]]) -> str:
     return table(("section", "figures and tolerances", "hours", "command"), rows)
 
 
+def sentences(readme: list[dict[str, Any]]) -> str:
+    """The table of README's sentences, a row a cell that one rests on."""
+    rows = [
+        [
+            each["says"] if cell is each["cells"][0] else "",
+            f"{'' if cell['page'] == PAGE.name else 'results, '}{cell['section']}",
+            cell["row"],
+            cell["cell"].replace(" | ", "; "),
+        ]
+        for each in readme
+        for cell in each["cells"]
+    ]
+    return table(("sentence", "table", "row", "figures"), rows)
+
+
 def written(page: str, data: dict[str, Any]) -> str:
     """The page with the tables of the data: each is the first table behind its section's head."""
     tables = {
         section: table(COLUMNS, [[row.get(name, "") for name in COLUMNS] for row in rows])
         for section, rows in data["claims"].items()
     }
-    for section, text in (tables | {CHECKED: figures(data["checks"])}).items():
+    made = {CHECKED: figures(data["checks"]), README: sentences(data["readme"])}
+    for section, text in (tables | made).items():
         before, head, after = page.partition(f"\n## {section}\n")
         if not head:
             raise SystemExit(f"{PAGE.name} has no section {section}")

@@ -1,5 +1,7 @@
 """Draws what one model, a fine-tuned one and the best personal ones gain in all tables, against what clients are like.
 
+Gains are by sample: each test sample counts alike. The axis of gains is linear up to 5 points, and logarithmic beyond.
+
 python docs/plot_which.py docs/which.png --root DATA
 """
 
@@ -74,7 +76,7 @@ def draw(points: list[tuple[tuple[float, float, int], dict[str, float]]], path: 
             axes.minorticks_off()
             axes.set_xticks([25, 50, 100, 200, 400] if at == 1 else [4, 10, 20, 50, 100])
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("gain over training alone, points")
+    panels[0].set_ylabel("gain over training alone by sample, points\n(logarithmic beyond 5)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
 

@@ -48,6 +48,26 @@ def test_figures_of_the_picture_over_all_tables_are_printed(row):
         assert re.search(rf"\| {re.escape(method)} \|[^\n]*\b{value:.2f} ±", pages.replace("**", "")), method
 
 
+@pytest.mark.parametrize("sentence", DATA["readme"], ids=lambda sentence: sentence["says"][:40])
+def test_a_sentence_of_readme_rests_on_cells_of_tables(sentence):
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert sentence["says"] in readme
+    for cell in sentence["cells"]:
+        page = (DOCS / cell["page"]).read_text()
+        head = re.search(rf"^#+ {re.escape(cell['section'])}$|^\*\*{re.escape(cell['section'])}", page, re.MULTILINE)
+        section = re.split(r"^#+ ", page[head.end() :], maxsplit=1, flags=re.MULTILINE)[0].replace("**", "")
+        rows = [line for line in section.splitlines() if line.startswith(f"| {cell['row']} |")]
+        assert any(cell["cell"] in row for row in rows), cell
+
+
+def test_every_sentence_of_readme_with_figures_of_tables_is_in_the_ledger():
+    readme = (DOCS.parent / "README.md").read_text()
+    part = " ".join(readme.partition("Does it pay?")[2].partition("\n## ")[0].split())
+    said = " ".join(sentence["says"] for sentence in DATA["readme"])
+    # numbers with a decimal are figures of tables; others are sizes and counts
+    assert {number for number in re.findall(r"\d+\.\d+", part) if number not in said} <= {"0.5"}
+
+
 def figure(method, expected, tolerance=0.01):
     return {"method": method, "column": "acc mean", "expected": expected, "tolerance": tolerance}
 
