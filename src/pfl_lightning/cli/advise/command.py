@@ -147,7 +147,6 @@ def main(args: list[str]) -> int:
         raise MisconfigurationException(
             "advise: no row validates, and these data have no folds; give data.val_fraction."
         )
-    passed += ["--trainer.callbacks+=SampleScores", "--trainer.callbacks.optional", "true"]
     passed += ["--trainer.callbacks+=RoundLogger", "--trainer.callbacks.client_rounds", "true"]
     print(f"{labelled(seen.look.lines)}\n", flush=True)
     words = given.methods or list(seen.methods)
