@@ -388,13 +388,14 @@ def disagreement(methods: Mapping[str, Sequence[Result]], monitor: Monitor, refe
     ]
     if not turned:
         return []
-    # the pairs with the reference first, as the table is about these
-    shown = sorted(turned, key=lambda pair: reference not in pair)[: max(1, sum(reference in pair for pair in turned))]
+    # the table is about pairs with the reference
+    one = reference if any(reference in pair for pair in turned) else turned[0][0]
+    others = [other for pair in turned if one in pair for other in pair if other != one]
     words = []
-    for pair in shown:
-        better, worse = sorted(pair, key=lambda method: -means[method][0])
-        words.append(f"{better} is better than {worse} by client, and worse by sample")
-    more = f"; so it is for {len(turned) - len(shown)} other pairs" if len(turned) > len(shown) else ""
+    for by_client, by_sample, sign in (("better", "worse", 1), ("worse", "better", -1)):
+        if own := [other for other in others if sign * (means[str(one)][0] - means[other][0]) > 0]:
+            words.append(f"{one} is {by_client} than {', '.join(own)} by client, and {by_sample} by sample")
+    more = f"; so it is for {len(turned) - len(others)} other pairs" if len(turned) > len(others) else ""
     return [f"The two means disagree: {'; '.join(words)}{more}."]
 
 
