@@ -26,7 +26,7 @@ README = "What README says"
 
 
 def ledger() -> dict[str, Any]:
-    """The content of ledger.yaml: ``claims`` by section, ``checks``, tables by their clients in ``which``, ``readme``."""
+    """The content of ledger.yaml: ``claims`` by section, ``checks``, ``readme``, and tables by clients in ``which``."""
     return yaml.safe_load(DATA.read_text())
 
 

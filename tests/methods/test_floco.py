@@ -143,13 +143,13 @@ def test_scores_are_distances_along_the_components():
     assert (scores.square().sum(0).diff() < 0).all()
 
 
-@pytest.mark.parametrize("tau", [1, 2])
-def test_points_of_float64_uploads_are_float64(tau):
+@pytest.mark.parametrize("before", [1, 2])
+def test_points_of_float64_uploads_are_float64(before):
     model = make_client(FLOCO, endpoints=3)
-    server = set_up(SubregionAverage(tau), model)
+    server = set_up(SubregionAverage(before / 4), model, rounds=4)
     name = f"{LAYER}.weight"
     # all but the last client take part in the first round alone
-    x, rounds, changes = server.state["weights"][name].double(), [(0, 1, 2, 3), (3,)][:tau], {}
+    x, rounds, changes = server.state["weights"][name].double(), [(0, 1, 2, 3), (3,)][:before], {}
     for number, clients in enumerate(rounds):
         updates = {client: drawn_update(model.double(), client + number) for client in clients}
         changes |= {k: (update["weights"][name] - x).flatten() for k, update in updates.items()}

@@ -35,11 +35,12 @@ ADJACENCY = (
 )
 NOT_COVERED_COLUMNS = {
     "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
-    "cohort, how many clients took part, diverged or were refused, and bytes": (
+    "cohort, how many clients took part, diverged or were refused, bytes and local work": (
         "clients",
         "clients_*",
         "cohort*",
         "bytes/*",
+        "local/*",
     ),
     "seconds": ("time/*",),
 }

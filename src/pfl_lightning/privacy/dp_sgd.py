@@ -22,7 +22,12 @@ OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED_COLUMNS = {
     "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
-    "how many clients were refused or absent": ("clients_refused", "clients_absent", "absent"),
+    "how many clients were refused or absent, and local work, which tells too": (
+        "clients_refused",
+        "clients_absent",
+        "absent",
+        "local/*",
+    ),
     "seconds": ("time/*",),
 }
 """Columns of the record that tell of samples beside what clients send, by what they are."""
