@@ -36,8 +36,9 @@ class SampleScores(FederatedCallback):
     .. math:: n\, m - (n - 1)\, m_{-i}
 
     of the client's n rows, shifted to the mean m; beyond 200 rows, equal parts of them are left out together, and each
-    score is a part's. A client whose metric is undefined without one of its parts has no scores. ``pfl-lightning compare`` makes
-    intervals over rows from them. Four bytes a row; evaluations keep outputs and targets of all rows in memory.
+    score is a part's. A client whose metric is undefined without one of its parts has no scores. The command
+    ``pfl-lightning compare`` makes intervals over rows from them. Four bytes a row; evaluations keep outputs and
+    targets of all rows in memory.
     Source: Efron and Tibshirani, 1993, An Introduction to the Bootstrap, chapter 11.
 
     Args:
