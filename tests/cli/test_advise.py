@@ -260,7 +260,7 @@ def test_folds_are_joined_and_a_further_repeat_counts_when_it_is_whole(monkeypat
     results = [SimpleNamespace(run=SimpleNamespace(seed=seed)) for seed in range(1, 9)]
     rows = {(seed, "a"): Scores(np.array([seed, seed + 0.5]), 2) for seed in range(1, 9)}
     del rows[2, "a"]  # a site with less rows than folds
-    monkeypatch.setattr("pfl_lightning.cli.advise.decide.rows_of", lambda results, part: rows)
+    monkeypatch.setattr("pfl_lightning.cli.advise.decide.row_scores", lambda results, part: rows)
     joined = scores_of(results, "val", folds=3)
     assert {key: scores.values.tolist() for key, scores in joined.items()} == {
         (0, "a"): [1, 1.5, 3, 3.5],

@@ -71,7 +71,8 @@ if scores := plan.get("scores"):
 
     counts = [len(each) for each in scores]
     test = {"test": np.concatenate(scores).astype("f4"), "test_counts": counts, "test_rows": counts}
-    np.savez(folder / "sample_scores.npz", **test)
+    none = {"val": np.empty(0, "f4"), "val_counts": [0] * len(scores), "val_rows": [0] * len(scores)}
+    np.savez(folder / "sample_scores.npz", **test, **none)
 part = {"round": 2, "val/acc": accuracy, "test/acc": accuracy} | plan.get("central", {})
 (folder / "summary.json").write_text(json.dumps({
     "final": part, "selected": part, "best_on_test": part, "best_global": plan.get("central", {}), "seconds": 1.5,

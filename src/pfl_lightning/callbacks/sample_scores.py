@@ -72,20 +72,23 @@ class SampleScores(FederatedCallback):
         if not federation.client.keeps_rows:
             return
         clients, evaluations = range(federation.data.num_clients), federation.evaluations
-        rows = {"test": evaluations.results.get("test", {})}
+        tests = evaluations.results
         # the last round may be one without validation, and the final test has replaced that round's rows
         evaluations.evaluate(clients, ("val",))
-        rows["val"] = evaluations.results.get("val", {})
+        rows = {"test": tests.get("test", {}), "val": evaluations.results.get("val", {})}
+        evaluations.results = tests
         folder = run_folder(trainer)
         if folder is None or not trainer.is_global_zero:
             return
+        name = federation.monitor.metric
+        modules = cast(Sequence[ClientModule], federation.architectures)
+        metrics = [MetricCollection({k: m for k, m in metrics_of(each).items() if k == name}) for each in modules]
         scores: dict[Split, list[Scores]] = {"val": [], "test": []}
         for client in clients:
-            module = cast(ClientModule, federation.architectures[federation.architecture_of(client)])
-            metrics = MetricCollection({k: m for k, m in metrics_of(module).items() if k == federation.monitor.metric})
+            kind = federation.architecture_of(client)
             for split, found in scores.items():
                 own: Any = rows[split].get(client, {}).get(ROWS)
-                found.append(scored(own, metrics, module.task, federation.monitor.metric))
+                found.append(scored(own, metrics[kind], modules[kind].task, name))
         written = write_scores(folder, scores)
         count = sum(each.rows for found in scores.values() for each in found)
         rank_zero_info(f"{FILE}: scores of {count:,} rows, {size(written)}")

@@ -17,7 +17,7 @@ from pfl_lightning.cli.compare.significance import (
     holm,
     of_clients,
     paired,
-    rows_of,
+    row_scores,
     sample_interval,
     t_interval,
 )
@@ -91,7 +91,7 @@ def scores_of(results: Sequence[Result], part: Split, folds: int) -> Rows:
         part: the rows' split.
         folds: number of seeds that validate on different rows.
     """
-    found = rows_of(results, part)
+    found = row_scores(results, part)
     if not found:
         found = {key: Scores(np.array([value]), 1) for key, value in of_clients(results, part).items()}
     if part == "test" or folds == 1:

@@ -16,7 +16,7 @@ from pfl_lightning.cli.compare.significance import (
     interval,
     of_clients,
     paired,
-    rows_of,
+    row_scores,
     sample_interval,
 )
 from pfl_lightning.plots.runs import in_words, plot_by_client, plot_clients
@@ -35,9 +35,6 @@ MANY = 50
 ALONE = """\
 {gain}: the mean over seeds, with the 95 % interval {over}.
 Each interval stands alone: of twenty clients without a gain, one interval leaves out 0 by chance."""
-
-OVER = {"samples": "for other test rows of the client and other seeds"}
-"""What intervals of single clients hold for, where it isn't other seeds."""
 
 OTHERS = "Clients have no names and differ from seed to seed (--vary_data), so there is no table by client."
 
@@ -165,7 +162,8 @@ class ByClient:
     def notes(self) -> list[str]:
         """Return what the intervals mean; nothing without intervals."""
         there = any(not math.isnan(one.half) for own in self.gains.values() for one in own.values())
-        over = OVER.get(self.population, "by Student's t over seeds")
+        is_over_rows = self.population == "samples"
+        over = "for other test rows of the client and other seeds" if is_over_rows else "by Student's t over seeds"
         return [ALONE.format(gain=f"{self.gain[0].upper()}{self.gain[1:]}", over=over)] if there else []
 
 
@@ -215,9 +213,9 @@ def by_client(
         if base and method != reference
     }
     if base and population == "samples":
-        scores = rows_of(methods[str(reference)])
+        scores = row_scores(methods[str(reference)])
         for method, own in gains.items():
-            rows, _ = paired(rows_of(methods[method]), scores)
+            rows, _ = paired(row_scores(methods[method]), scores)
             # a client without scores has a gain without an interval
             gains[method] = {
                 client: Difference(*sample_interval({client: rows[client]}), one.better)

@@ -143,8 +143,8 @@ def write(
     """
     monitor = monitor_of(methods)
     clients = by_method(methods)
-    kept = population_of(methods, population)
-    columns = list(dict.fromkeys(whole_titles(columns, reference, unequal(methods, monitor))))
+    kept, both = population_of(methods, population), unequal(methods, monitor)
+    columns = list(dict.fromkeys(whole_titles(columns, reference, both)))
     compared = {
         f"{OVER}{reference} {ending}": gains_of(methods, reference, kept, by)
         for by, ending in BY.items()
@@ -154,7 +154,7 @@ def write(
         title: {method: shown(one, is_marked, monitor) for method, (one, is_marked) in own.items()}
         for title, own in compared.items()
         # by default one column of gains, where both means are the same
-        if columns or title.endswith(BY["client"]) or unequal(methods, monitor)
+        if columns or title.endswith(BY["client"]) or both
     }
     more |= {RANK: ranks(clients), PAPER: paper}
     more |= {title: cost_to_target(title, methods) for title in columns if is_target(title)}

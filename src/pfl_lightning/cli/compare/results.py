@@ -129,9 +129,10 @@ class Result:
         """Rows of ``clients.csv``."""
         return read(self.folder / "clients.csv")
 
-    def scores(self, split: Split) -> list[Scores]:
-        """Return the scores of single rows of each client, in the order of `clients`; empty if the run kept none."""
-        return read_scores(self.folder, split)
+    @cached_property
+    def scores(self) -> dict[Split, list[Scores]]:
+        """The scores of single rows by split, of each client in the order of `clients`; empty if the run kept none."""
+        return {split: read_scores(self.folder, split) for split in ("val", "test")}
 
     @cached_property
     def last_round(self) -> list[dict[str, str]]:

@@ -71,7 +71,7 @@ def of_clients(results: Sequence[Result], split: Split = "test") -> Clients:
     return found
 
 
-def rows_of(results: Sequence[Result], split: Split = "test") -> Rows:
+def row_scores(results: Sequence[Result], split: Split = "test") -> Rows:
     """Return the scores of the rows of a method's clients, of clients with any.
 
     Args:
@@ -80,7 +80,7 @@ def rows_of(results: Sequence[Result], split: Split = "test") -> Rows:
     """
     found: Rows = {}
     for result in results:
-        for row, own in zip(result.clients, result.scores(split), strict=False):
+        for row, own in zip(result.clients, result.scores[split], strict=False):
             if len(own.values):
                 values = result.monitor.sign * own.values
                 found[result.run.seed, row.get("name") or row["client"]] = own._replace(values=values)
@@ -305,7 +305,7 @@ def population_of(methods: Mapping[str, Sequence[Result]], asked: Population | N
     results = [result for results in methods.values() for result in results]
     same = len({str(result.common["partition"]) for result in results}) == 1
     if asked in (None, "samples"):
-        return "samples" if same and all(rows_of([result]) for result in results) else "seeds"
+        return "samples" if same and all(row_scores([result]) for result in results) else "seeds"
     # a partition of its own for each seed varies clients, and seeds are all that there is to count
     return "clients" if asked == "clients" and clients_stay(methods) else "seeds"
 
@@ -338,19 +338,28 @@ def gains_of(
     if population != "samples" and by == "client":
         return differences_to(clients, reference, population)
     found: dict[str, Difference] = {}
-    base = rows_of(methods[reference])
+    base = row_scores(methods[reference])
     for method in clients:
         if method == reference:
             continue
-        values = weighted_gains(methods[method], methods[reference])
         pair = difference(clients[method], clients[reference])
         if population == "samples":
-            rows, sizes = paired(rows_of(methods[method]), base)
+            rows, sizes = paired(row_scores(methods[method]), base)
             estimate = sample_interval(rows, by, sizes) if rows else None
         else:
+            values = weighted_gains(methods[method], methods[reference])
             estimate = t_interval(values) if values else None
         if estimate is not None and pair is not None:
             found[method] = Difference(*estimate, pair.better)
+    return marked(found)
+
+
+def marked(found: Mapping[str, Difference]) -> dict[str, tuple[Difference, bool]]:
+    """Return each difference, and whether it holds among all of them.
+
+    Args:
+        found: the differences to the reference by method.
+    """
     adjusted = holm([one.probability for one in found.values()])
     return {method: (one, p < LEVEL) for (method, one), p in zip(found.items(), adjusted, strict=True)}
 
@@ -380,7 +389,7 @@ def unscored(methods: Mapping[str, Sequence[Result]]) -> list[str]:
         methods: finished runs by method.
     """
     valued = {client for results in methods.values() for _, client in of_clients(results)}
-    lacking = valued - {client for results in methods.values() for _, client in rows_of(results)}
+    lacking = valued - {client for results in methods.values() for _, client in row_scores(results)}
     return sorted(lacking)
 
 
@@ -420,9 +429,7 @@ def differences_to(
         for method, values in clients.items()
         if method != reference
     }
-    found = {method: one for method, one in others.items() if one is not None}
-    adjusted = holm([one.probability for one in found.values()])
-    return {method: (one, p < LEVEL) for (method, one), p in zip(found.items(), adjusted, strict=True)}
+    return marked({method: one for method, one in others.items() if one is not None})
 
 
 def reference_among(methods: Sequence[str], columns: Sequence[str] = (), given: str | None = None) -> str | None:
