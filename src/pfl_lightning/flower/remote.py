@@ -455,7 +455,9 @@ class Remote(Engine):
         self._tell(client, wrong)
         # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
-        seconds, steps, samples = (math.nan if value is None else value for value in told.values())
+        seconds = math.nan if told["seconds"] is None else told["seconds"]
+        # whole numbers, so that the record is the simulation's to the character
+        steps, samples = (math.nan if value is None else int(value) for value in (told["steps"], told["samples"]))
         return Outcome(client, {}, state, metrics, answer["finite"], after, seconds, steps=steps, samples=samples)
 
     def _outcome(self, job: Job, content: RecordDict) -> Outcome:
