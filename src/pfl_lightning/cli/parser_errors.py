@@ -198,7 +198,10 @@ def abstract_class(mistake: Mistake) -> str:
         return f"{setting.key}={name} is abstract; define all methods that its base leaves open."
     # settings without a class_path: the parser took the base class, which is abstract
     if setting.value.rpartition(".")[2] != KINDS[setting.kind].__name__:
-        return f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(setting.kind)))}."
+        return (
+            f"{setting.key} has settings and no class; choose from {', '.join(sorted(class_names(setting.kind)))}, "
+            "or put the --config that names it before its settings."
+        )
     return f"{setting.key}={name} is abstract{choices_of(setting) or '; name a class that defines the rest'}."
 
 
