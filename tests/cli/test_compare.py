@@ -490,10 +490,12 @@ def test_intervals_hold_for_other_clients_where_these_stay(stand_in):
     for options, cell in {"": "+30.00 [-97.06, +157.06]", "--interval clients": "+30.00 [-160.59, +220.59]"}.items():
         assert compare(f"{line} {options}") == 0
         assert table_of()["FedPer"]["over FedAvg (by client)"].startswith(cell)
+        assert "each with other clients" not in (OUT / "comparison.md").read_text()
     # each seed has clients of its own
     assert compare("--methods Local FedAvg --data Digits --seeds 0 1 --reference FedAvg --interval clients") == 0
     assert table_of()["Local"]["over FedAvg (by client)"].startswith("+30.00 [-97.06, +157.06]")
-    assert "--interval clients needs the same clients" in (OUT / "comparison.md").read_text()
+    notes = (OUT / "comparison.md").read_text()
+    assert "--interval clients needs the same clients" in notes and "over seeds, each with other clients" in notes
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,9 @@ POPULATIONS: dict[Population, str] = {
 }
 """Explanations of ``--interval``."""
 
+OTHER_CLIENTS = "by Student's t over seeds, each with other clients and rows"
+"""Explanation of intervals over seeds that don't share their clients."""
+
 FALLEN_BACK: dict[Population, str] = {
     "samples": "--interval samples needs scores of the same test rows at all seeds, and these runs have none (the "
     "reason is in their output.txt): intervals are over seeds.",
@@ -144,6 +147,8 @@ def write(
     monitor = monitor_of(methods)
     clients = by_method(methods)
     kept, both = population_of(methods, population), unequal(methods, monitor)
+    sites = by_client(methods, reference, monitor, population=kept)
+    drawn_anew = bool(clients) and sites is None
     columns = list(dict.fromkeys(whole_titles(columns, reference, both)))
     compared = {
         f"{OVER}{reference} {ending}": gains_of(methods, reference, kept, by)
@@ -167,7 +172,8 @@ def write(
         notes.append(ROUND)
     notes += disagreement(methods, monitor, reference)
     if over:
-        notes.append(OVER_REFERENCE.format(reference=reference, population=POPULATIONS[kept]))
+        held = OTHER_CLIENTS if drawn_anew and kept == "seeds" else POPULATIONS[kept]
+        notes.append(OVER_REFERENCE.format(reference=reference, population=held))
         notes += [FALLEN_BACK[population]] if population not in (None, kept) else []
         if kept == "samples" and (lacking := unscored(methods)):
             notes.append(WITHOUT_SCORES.format(clients=", ".join(lacking)))
@@ -183,8 +189,7 @@ def write(
         notes.append(RANKS)
     if marked:
         notes.append(BOLD)
-    sites = by_client(methods, reference, monitor, population=kept)
-    if clients and sites is None:
+    if drawn_anew:
         notes.append(OTHERS)
     notes += unequal_work(methods)
     notes += same_numbers(methods)
