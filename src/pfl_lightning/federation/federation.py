@@ -141,7 +141,6 @@ class Federation(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
-        self._given: dict[int, Job] = {}
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
@@ -655,10 +654,6 @@ class Federation(LightningModule):
             for engine, own in self.engines_of(together):
                 for outcome in engine.complete("training", self._jobs(own, handed, plan.sent)):
                     client = outcome.client
-                    if (job := self._given.pop(client, None)) is not None:
-                        # The weights that the server gets.
-                        module = self._architectures[self.architecture_of(client)]
-                        outcome = cast(Compression, self.options.compression).applied(outcome, job, module)
                     outcomes[client] = outcome
                     # Refused clients gave no usable result; callbacks shall not record it.
                     if not outcome.refused:
@@ -892,9 +887,12 @@ class Federation(LightningModule):
                 known, size = sent, num_bytes(sent)
             if record is None:
                 self.metrics["bytes/down"] += size
-            if compresses:
-                self._given[client] = job
-            yield job
+            yield job._replace(finish=self._compressed) if compresses else job
+
+    def _compressed(self, outcome: Outcome, job: Job) -> Outcome:
+        """Return a client's outcome with the weights that the server gets."""
+        module = self._architectures[self.architecture_of(outcome.client)]
+        return cast(Compression, self.options.compression).applied(outcome, job, module)
 
     def _read_rate(self) -> None:
         """Read the round's learning rate, as a factor of the initial one, from the scheduled optimizer."""
