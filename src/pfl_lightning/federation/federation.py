@@ -756,6 +756,8 @@ class Federation(LightningModule):
     def _cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the sorted client ids of the round's cohort.
 
+        Where a guarantee counts on secret cohorts, they come from the operating system, and else from the run's seed.
+
         Args:
             clients: ids of all clients within reach.
             size: the number of clients to choose.
@@ -764,10 +766,15 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
-        # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
-        key = (self.round, draw) if draw else (self.round,)
-        stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
+        stream: random.Random = random.SystemRandom()
+        if not (secret := (private := self.aggregator.find(DPAverage)) is not None and private.hides_cohorts):
+            # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
+            key = (self.round, draw) if draw else (self.round,)
+            stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
         chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))
+        if secret:
+            # each rank has drawn a cohort of its own
+            chosen = self.trainer.strategy.broadcast(chosen)
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
             raise MisconfigurationException(
                 f"trainer.cohort={type(self.options.cohort).__name__} chose clients {' '.join(map(str, chosen))} in "
@@ -965,6 +972,10 @@ class Federation(LightningModule):
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
         self._remembered.check("download or global_model")
         logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
+        private = self.aggregator.find(DPAverage)
+        if self.trainer.world_size > 1 and private is not None and private.is_secure:
+            # each rank has drawn noise of its own
+            logs, self.aggregator.state = self.trainer.strategy.broadcast((logs, self.aggregator.state))
         if self._batch_norm:
             check_buffers(self.aggregator.global_model(), self._shared, updates, self.aggregator.name)
         keep_own(self.aggregator.state, updates)
