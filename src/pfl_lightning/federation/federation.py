@@ -783,7 +783,16 @@ class Federation(LightningModule):
         return chosen
 
     def _losses(self, clients: Sequence[int]) -> dict[int, float]:
-        """Return the training losses of the received models, by client id."""
+        """Return the training losses of the received models, by client id.
+
+        Raises:
+            MisconfigurationException: under ``trainer.example_privacy``, which doesn't cover them.
+        """
+        if self.options.example_privacy is not None:
+            raise MisconfigurationException(
+                f"trainer.cohort={type(self.options.cohort).__name__} asks clients for losses of their training "
+                "samples, which trainer.example_privacy doesn't cover; take Uniform, Poisson or Availability."
+            )
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             job = self.job(client, splits)
