@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from scipy.stats import binomtest
 
-from federations import Pause, Spy, blobs, fit, load, make_client
+from federations import Pause, Spy, blobs, fit, load, make_client, read_csv
 from pfl_lightning import Server
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines.client_parallel import ClientParallel
@@ -101,11 +101,22 @@ def test_rounds_of_seeded_cohorts_before_count_without_amplification():
     assert made(after, 0) == epsilon([Release(1.0, 1.0, 3)], 0.025)
     assert "3 rounds before" in after.privacy()["sampling"]
     assert made(after, 2) == epsilon([Release(1.0, 1.0, 3), Release(1.0, RATE, 2)], 0.025)
+    # lost rounds, made again with cohorts of their own
+    after.count_lost(2)
+    assert made(after, 0) == epsilon([Release(1.0, 1.0, 3), Release(1.0, RATE, 4)], 0.025)
     # back in a simulation its rounds are no secret either, and stay so
     before.state = dict(after.state)
     made(before, 1)
     after.state = dict(before.state)
-    assert made(after, 0) == epsilon([Release(1.0, 1.0, 6)], 0.025)
+    assert made(after, 0) == epsilon([Release(1.0, 1.0, 8)], 0.025)
+
+
+def test_what_is_published_has_no_cohort_and_no_number_of_its_clients(tmp_path):
+    run, cohorts = run_of("secure", root=tmp_path, rounds=2)
+    record = read_csv(run.folder / "rounds.csv")
+    assert [row["cohort"] for row in record] == [" ".join(map(str, cohort)) for cohort in cohorts]
+    published = read_csv(run.folder / "publishable.csv")
+    assert len(published) == 2 and {name.partition("/")[0] for name in published[0]} == {"round", "server", "privacy"}
 
 
 class Notes(FederatedCallback):
