@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import equal, fit, load, make_client, near, noisy, read_csv, same_end, untimed
 from pfl_lightning.aggregators import FedReMa
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.compression import TopK
 from pfl_lightning.engines.base import ClientState, Outcome
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.sharded import averaged
@@ -56,6 +57,35 @@ def test_ranks_resume_with_their_clients_states(tmp_path):
     whole = on(2, make, tmp_path / "whole")
     on(3, make, tmp_path / "part", max_rounds=1)
     assert near(whole[0], on(2, make, tmp_path / "part", ckpt_path="last")[0])
+
+
+class Ends(FederatedCallback):
+    """Ends a run after two rounds, and notes at its end which clients' residuals a rank holds."""
+
+    def __init__(self, folder, rounds):
+        self.folder, self.rounds = folder, rounds
+
+    def on_train_epoch_end(self, trainer, federation):
+        trainer.should_stop = federation.round == self.rounds
+
+    def on_fit_end(self, trainer, federation):
+        held = [client for client, state in sorted(federation.clients.items()) if state.residual]
+        (self.folder / f"rank {trainer.global_rank}").write_text(" ".join(map(str, held)))
+
+
+@pytest.mark.parametrize("method", [FedAvg, Ditto])
+@pytest.mark.by_default("Ditto")
+def test_residuals_stay_with_their_rank_and_a_resumed_run_is_the_same(method, tmp_path):
+    make = partial(make_client, method)
+    settings = {"compression": TopK(0.2), "max_rounds": 5}
+    whole = on(2, make, tmp_path / "whole", **settings)
+    on(2, make, tmp_path / "part", **settings, callbacks=[Ends(tmp_path, 2)])
+    resumed = on(2, make, tmp_path / "part", **settings, ckpt_path="last", callbacks=[Ends(tmp_path, 5)])
+    assert equal(whole, resumed)
+    # of the clients that it trains, and of no other rank's
+    assert [(tmp_path / f"rank {rank}").read_text() for rank in (0, 1)] == ["0 2", "1 3"]
+    # all of them are in the checkpoint, as of one rank
+    assert equal(whole[0]["clients"], on(1, make, tmp_path / "one", **settings)[0]["clients"])
 
 
 class Reads(FederatedCallback):

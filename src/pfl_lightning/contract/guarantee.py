@@ -1,10 +1,13 @@
 """Refuse settings against a guarantee of differential privacy, or against sums of updates that hide each one."""
 
+from collections.abc import Iterable
+
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.hooks import overrides
 from pfl_lightning.privacy import DPAverage
 from pfl_lightning.selection import Selection
 
@@ -97,10 +100,7 @@ def check_example_level(
             f"model={name} sends nothing, so there is nothing to protect; leave {setting} out."
         )
     # an aggregator's needs too: the client's `offers` are sent on demand, and aren't in `sends`
-    needed = aggregator.needs - BOUNDED - ({"class_counts"} if noisy_counts else set())
-    # what follows from private steps costs no further privacy
-    follows = vars(type(client)).get("follows", frozenset())
-    if further := sorted(((client.sends - BOUNDED) | needed) - follows):
+    if further := without_noise(client.sends | aggregator.needs, client, noisy_counts):
         raise MisconfigurationException(
             f"{setting} adds noise to training alone, and {' and '.join(further)}, which model={name} sends to "
             f"aggregator={aggregator.name}, tells of samples as they are; take a method that sends weights, such as "
@@ -119,6 +119,30 @@ def check_example_level(
             f"{setting}: {kind} doesn't set example_level = True in its own class, which claims that it learns of "
             "samples by private steps alone; take a method that does, such as FedAvg, FedPer or Ditto."
         )
+
+
+def without_noise(entries: Iterable[str], client: ClientModule, noisy_counts: bool) -> list[str]:
+    """Return entries of updates that would tell of samples without noise under ``trainer.example_privacy``, sorted.
+
+    Args:
+        entries: names of entries.
+        client: the client module.
+        noisy_counts: whether clients add noise to class counts.
+    """
+    # what follows from private steps costs no further privacy
+    follows = vars(type(client)).get("follows", frozenset())
+    return sorted(set(entries) - BOUNDED - follows - ({"class_counts"} if noisy_counts else set()))
+
+
+def learns_without_noise(client: ClientModule) -> bool:
+    """Return True if a client's own model learns of training samples without noise under ``trainer.example_privacy``.
+
+    Such a model stays with its client, and metrics of it, on whatever samples, would tell of the training samples.
+
+    Args:
+        client: the client module.
+    """
+    return any(phase.stays for phase in client.local_phases()) or overrides(client, "evaluation_phases")
 
 
 def unfit(client: ClientModule) -> str:

@@ -128,6 +128,7 @@ class Job(NamedTuple):
             begins a new order in each round.
         alike: of an evaluation, further clients that have the same state and payload, and so perhaps the same model.
         job_of: returns the job of one of them.
+        finish: changes the outcome where the client has trained, as compression does; None leaves it.
     """
 
     client: int
@@ -143,6 +144,7 @@ class Job(NamedTuple):
     order_seed: int | None = None
     alike: tuple[int, ...] = ()
     job_of: "Callable[[int], Job] | None" = None
+    finish: "Callable[[Outcome, Job], Outcome] | None" = None
 
     def each(self) -> "Iterator[Job]":
         """Yield the job of each client by itself."""
@@ -216,6 +218,8 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
+    finishes: ClassVar[bool] = True
+    """Whether `complete` calls `Job.finish`; False where an engine of the same jobs below does."""
     takes_alike: bool = False
     """Whether `evaluate_all` takes jobs that stand for several clients; see `Job.alike`."""
     absent: frozenset[int] = frozenset()
@@ -276,6 +280,7 @@ class Engine(ABC):
         """
         jobs = iter(jobs)
         missing: set[int] = set()
+        unfinished: dict[int, Job] = {}
         round = 0
 
         def asked() -> Iterator[Job]:
@@ -284,6 +289,10 @@ class Engine(ABC):
                 missing.update((job.client, *job.alike))
                 # An evaluation gets the jobs of the coming round, but belongs to the round before.
                 round = job.round - (phase == "evaluation")
+                if job.finish is not None and self.finishes:
+                    unfinished[job.client] = job
+                    # an engine that hands jobs on shall not have them finished twice
+                    job = job._replace(finish=None)
                 yield job
 
         results: Iterable[Outcome | Evaluated] = (
@@ -298,6 +307,8 @@ class Engine(ABC):
                     f"or a second one; {self.when_clients_miss}."
                 )
             missing.remove(client)
+            if (job := unfinished.pop(client, None)) is not None:
+                result = cast(Callable[[Any, Job], Outcome], job.finish)(result, job)
             yield result
         # Count the jobs that the engine never took.
         for _ in asked():

@@ -25,9 +25,10 @@ class Sharded(Engine):
     A client's result depends on its job alone, and results come in the order of the jobs, so any number of ranks gives
     the same bits. Every rank holds the whole federation, so each could save or resume it.
 
-    With ``keeps_states`` a client always trains on the same rank, and its state stays there. With ``sums`` a rank sends
-    the mean of its clients' updates in the place of each: a sum over all clients then adds the ranks' sums, so it is
-    that of one rank only up to rounding.
+    With ``keeps_states`` a client always trains on the same rank, and its state stays there, with the residual of
+    compressed updates: the rank that trains a client compresses its update. With ``sums`` a rank sends the mean of its
+    clients' updates in the place of each: a sum over all clients then adds the ranks' sums, so it is that of one rank
+    only up to rounding.
 
     Args:
         engine: the engine for this rank's clients.
@@ -36,6 +37,8 @@ class Sharded(Engine):
         keeps_states: whether clients' states stay on their ranks.
         sums: the clients' weights in sums over them, ``samples`` or ``uniform``; None sends every update.
     """
+
+    finishes = False
 
     def __init__(
         self,

@@ -141,7 +141,6 @@ class Federation(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
-        self._given: dict[int, Job] = {}
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
@@ -655,10 +654,6 @@ class Federation(LightningModule):
             for engine, own in self.engines_of(together):
                 for outcome in engine.complete("training", self._jobs(own, handed, plan.sent)):
                     client = outcome.client
-                    if (job := self._given.pop(client, None)) is not None:
-                        # The weights that the server gets.
-                        module = self._architectures[self.architecture_of(client)]
-                        outcome = cast(Compression, self.options.compression).applied(outcome, job, module)
                     outcomes[client] = outcome
                     # Refused clients gave no usable result; callbacks shall not record it.
                     if not outcome.refused:
@@ -761,6 +756,8 @@ class Federation(LightningModule):
     def _cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the sorted client ids of the round's cohort.
 
+        Where a guarantee counts on secret cohorts, they come from the operating system, and else from the run's seed.
+
         Args:
             clients: ids of all clients within reach.
             size: the number of clients to choose.
@@ -769,10 +766,15 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
-        # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
-        key = (self.round, draw) if draw else (self.round,)
-        stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
+        stream: random.Random = random.SystemRandom()
+        if not (secret := (private := self.aggregator.find(DPAverage)) is not None and private.hides_cohorts):
+            # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
+            key = (self.round, draw) if draw else (self.round,)
+            stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
         chosen = sorted(self.options.cohort.choose(RoundStart(self.round, clients, size, stream, self._losses)))
+        if secret:
+            # each rank has drawn a cohort of its own
+            chosen = self.trainer.strategy.broadcast(chosen)
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(clients):
             raise MisconfigurationException(
                 f"trainer.cohort={type(self.options.cohort).__name__} chose clients {' '.join(map(str, chosen))} in "
@@ -781,7 +783,16 @@ class Federation(LightningModule):
         return chosen
 
     def _losses(self, clients: Sequence[int]) -> dict[int, float]:
-        """Return the training losses of the received models, by client id."""
+        """Return the training losses of the received models, by client id.
+
+        Raises:
+            MisconfigurationException: under ``trainer.example_privacy``, which doesn't cover them.
+        """
+        if self.options.example_privacy is not None:
+            raise MisconfigurationException(
+                f"trainer.cohort={type(self.options.cohort).__name__} asks clients for losses of their training "
+                "samples, which trainer.example_privacy doesn't cover; take Uniform, Poisson or Availability."
+            )
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             job = self.job(client, splits)
@@ -892,9 +903,12 @@ class Federation(LightningModule):
                 known, size = sent, num_bytes(sent)
             if record is None:
                 self.metrics["bytes/down"] += size
-            if compresses:
-                self._given[client] = job
-            yield job
+            yield job._replace(finish=self._compressed) if compresses else job
+
+    def _compressed(self, outcome: Outcome, job: Job) -> Outcome:
+        """Return a client's outcome with the weights that the server gets."""
+        module = self._architectures[self.architecture_of(outcome.client)]
+        return cast(Compression, self.options.compression).applied(outcome, job, module)
 
     def _read_rate(self) -> None:
         """Read the round's learning rate, as a factor of the initial one, from the scheduled optimizer."""
@@ -967,6 +981,10 @@ class Federation(LightningModule):
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
         self._remembered.check("download or global_model")
         logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
+        private = self.aggregator.find(DPAverage)
+        if self.trainer.world_size > 1 and private is not None and private.is_secure:
+            # each rank has drawn noise of its own
+            logs, self.aggregator.state = self.trainer.strategy.broadcast((logs, self.aggregator.state))
         if self._batch_norm:
             check_buffers(self.aggregator.global_model(), self._shared, updates, self.aggregator.name)
         keep_own(self.aggregator.state, updates)

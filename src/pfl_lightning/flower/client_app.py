@@ -20,6 +20,7 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
+from pfl_lightning.contract.guarantee import learns_without_noise, without_noise
 from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
@@ -257,6 +258,7 @@ class Worker:
         state = replace(outcome.state, once=job.state.once)
         if outcome.finite:
             self.site.check_update(outcome.update, type(self.modules[0]).__name__)
+            self._check_noised(job, outcome.update, row)
             sent = self._sent(job, outcome.update, row)
             # nothing to keep means no file and no token, and the server then sends all entries again
             if state.personal or state.optimizers or state.scaler or state.once or state.residual:
@@ -269,11 +271,23 @@ class Worker:
             # floats, as an integer of a message has no bound
             "steps": float(outcome.steps),
             "samples": float(outcome.samples),
-            "metrics": outcome.metrics,
+            # means over training samples have no noise
+            "metrics": {} if self.trainer.rounds.example_privacy is not None else outcome.metrics,
             "after": outcome.after,
         }
         # no update of a diverged client travels, since the server would refuse the NaN anyway
         return {f"{client}/answer": answer} | sent
+
+    def _check_noised(self, job: Job, update: Message, row: Mapping[str, Any]) -> None:
+        """Refuse entries that ``trainer.example_privacy`` doesn't cover, whatever server and operator agree on."""
+        if (private := self.trainer.rounds.example_privacy) is None:
+            return
+        counted = private.counts_epsilon is not None
+        if further := without_noise(update, self.modules[row["architecture"]], counted):
+            raise Refused(
+                f"client {job.client}: the server asks for {' and '.join(further)}, which trainer.example_privacy of "
+                "its site doesn't cover; take a server that needs weights alone."
+            )
 
     def _sent(self, job: Job, update: Message, row: Mapping[str, Any]) -> Records:
         """Return an update's records for the server: plain or compressed, or a masked vector under secure sums."""
@@ -377,8 +391,20 @@ class Worker:
             raise Refused(f"client {client}: its site has no {' and '.join(lost)}, which the server sends once.")
         payload |= {name: state.once[name] for name in once if name not in payload}
         state = replace(state, once={name: payload[name] for name in once})
-        splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
+        splits = self._splits(client, row)
         return Job(client, row["round"], state, payload, samples, row["seed"], row["lr_factor"], splits)
+
+    def _splits(self, client: int, row: Mapping[str, Any]) -> tuple[Split, ...]:
+        """Return the splits that a client is evaluated on for the server: those asked for, if metrics may be known."""
+        splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
+        if self.trainer.rounds.example_privacy is None:
+            return splits
+        if "train" in splits:
+            raise Refused(
+                f"client {client}: the server asks for metrics of training rows, which trainer.example_privacy of its "
+                "site doesn't cover."
+            )
+        return () if learns_without_noise(self.modules[row["architecture"]]) else splits
 
 
 def guards(trainer: FederatedTrainer, aggregator: Aggregator) -> str:

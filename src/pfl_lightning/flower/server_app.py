@@ -10,12 +10,14 @@ from flwr.serverapp import Grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.client import ClientModule
+from pfl_lightning.contract.guarantee import learns_without_noise
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import Engine, LocalWork
@@ -207,6 +209,11 @@ def serve(
     """
     refuse_what_acts_here_alone(trainer)
     private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
+    if private is not None and learns_without_noise(client):
+        rank_zero_info(
+            f"trainer.example_privacy: own models of {type(client).__name__}'s clients learn without noise, so that "
+            "sites tell no metrics of them, and the record has none."
+        )
     if max_norm is not None and trainer.rounds.secure_sum is not None:
         raise MisconfigurationException(
             f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "

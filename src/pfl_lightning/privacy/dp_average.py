@@ -53,6 +53,8 @@ NOT_COVERED = "; ".join(
     ]
 )
 SEEDED = "; who knows the run's seed, from which the noise is drawn"
+SEEDED_COHORTS = "; who knows the run's seed, from which the noise and the cohorts are drawn"
+COHORTS = "; who knows the cohorts, as the server and readers of the record do, against whom nothing is amplified"
 
 
 class DPAverage(Aggregator):
@@ -79,6 +81,7 @@ class DPAverage(Aggregator):
     ``noise="seeded"`` draws the noise from the run's seed, so that a run can be repeated: a simulation, as everybody
     with the seed knows the noise. ``secure`` draws noise from the operating system and keeps it nowhere; sums and noise
     then lie on a grid (`pfl_lightning.privacy.noise`), and a run that goes on counts the rounds that no checkpoint has.
+    Where sampling makes epsilon smaller, cohorts come from the operating system too, as sites have the seed.
 
     Args:
         noise_multiplier: z, at least 0; 0 gives no guarantee. Either z or ``epsilon``.
@@ -183,6 +186,11 @@ class DPAverage(Aggregator):
             self.server.setup(server)
             self._keep_server()
 
+    @property
+    def hides_cohorts(self) -> bool:
+        """Whether cohorts must follow from nothing that others have, as epsilon counts on them to be secret."""
+        return self.is_secure and self.sampling.rate < 1
+
     def _secure(self, deployed: bool) -> bool:
         return self.noise == "secure" or (self.noise is None and deployed)
 
@@ -245,7 +253,7 @@ class DPAverage(Aggregator):
             drawn = z * clip * self._drawn("dp", round, len(x))
             total += drawn if grid is None else nearest(drawn, grid)
         self._move(self.entries.model(x + self.server_lr / expected * total, self.state["weights"], updates))
-        self.state["releases"] = [list(release) for release in releases]
+        self._keep(releases)
         logs = {"noise_std": self.server_lr * z * clip / expected if z else 0.0, "clip": clip}
         if self.quantile is not None:
             noise = self.count_std * self._drawn("dp count", round, 1) if z else torch.zeros(1)
@@ -288,7 +296,7 @@ class DPAverage(Aggregator):
             releases: those so far, with the coming one.
         """
         # without a sum too, as clients may have helped with one that only the server has seen
-        self.state["releases"] = [list(release) for release in releases]
+        self._keep(releases)
         if not updates:
             return {}
         total = torch.stack([self.entries.vector(update["weights"]) - x for update in updates.values()]).sum(0)
@@ -313,10 +321,24 @@ class DPAverage(Aggregator):
             rounds: how many, at least 0.
         """
         if self.is_secure and rounds:
-            self.state["releases"] = [list(release) for release in self._with_further(rounds)]
+            # made again with a cohort of its own, each round is one more release of the same kind
+            self._keep(self._with_further(rounds))
+
+    def _keep(self, releases: list[Release]) -> None:
+        """Keep the releases so far, and whether all of their cohorts were secret."""
+        self.state["releases"] = [list(release) for release in releases]
+        if self.hides_cohorts:
+            self.state["hidden_cohorts"] = True
+        else:
+            self.state.pop("hidden_cohorts", None)
 
     def _releases(self) -> list[Release]:
-        return [Release(*release) for release in self.state["releases"]]
+        """Return the releases so far, without amplification those with cohorts that follow from the seed."""
+        made = [Release(*release) for release in self.state["releases"]]
+        # of a simulation, or of a checkpoint from before cohorts were drawn from the operating system
+        if self.hides_cohorts and "hidden_cohorts" not in self.state:
+            made = composed([], [release._replace(rate=1.0) for release in made])
+        return made
 
     def _with_further(self, rounds: int) -> list[Release]:
         """Return the releases so far with those of further rounds."""
@@ -339,16 +361,32 @@ class DPAverage(Aggregator):
             "epsilon": value,
             "delta": self.bound_delta,
             "adjacency": ADJACENCY,
-            "sampling": "no amplification" if rate == 1 else f"Poisson, rate {rate:g}",
+            "sampling": self._sampling_told(releases),
             "noise_multiplier": self.z,
             "releases": sum(release.steps for release in releases),
             "accountant": accountant_of(rate < 1, value, self.epsilon),
             "noise": "secure" if self.is_secure else "seeded: a simulation",
-            "not_covered": NOT_COVERED if self.is_secure else NOT_COVERED + SEEDED,
+            "not_covered": NOT_COVERED + self._known_otherwise,
         }
         if final and math.isfinite(value) and rate < 1 and has_pld(0.0):
             statement["epsilon_tight"] = tight_epsilon(releases, self.bound_delta)
         return statement
+
+    def _sampling_told(self, releases: list[Release]) -> str:
+        """Return a description of how cohorts are drawn, and of what they are worth."""
+        if self.sampling.rate == 1:
+            return "no amplification"
+        source = "the operating system" if self.is_secure else "the run's seed: a simulation"
+        told = f"Poisson, rate {self.sampling.rate:g}, drawn from {source}"
+        before = sum(release.steps for release in releases if release.rate == 1)
+        return f"{told}; {before} rounds before without amplification" if before else told
+
+    @property
+    def _known_otherwise(self) -> str:
+        """Who is left out beside those of every run."""
+        if self.sampling.rate == 1:
+            return "" if self.is_secure else SEEDED
+        return COHORTS if self.is_secure else COHORTS + SEEDED_COHORTS
 
     def download(self, client: int) -> Message:
         """Return the global model."""

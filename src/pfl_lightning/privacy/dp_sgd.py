@@ -21,8 +21,9 @@ from pfl_lightning.settings import check_choices
 OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
 NOT_COVERED_COLUMNS = {
-    "train, val and test metrics of clients, and what is chosen by them": ("train*", "val*", "test*", "lr"),
-    "how many clients were refused or absent, and local work, which tells too": (
+    "train metrics, which a simulation shows to its reader and sites keep": ("train*",),
+    "val and test metrics of clients, and what is chosen by them": ("val*", "test*", "lr"),
+    "how many clients were refused or absent and why, and local work, which tells too": (
         "clients_refused",
         "clients_absent",
         "absent",

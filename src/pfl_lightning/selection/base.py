@@ -19,7 +19,8 @@ class RoundStart(NamedTuple):
         round: number of the round, from 0.
         clients: ids of all clients, ascending.
         size: number of clients to select, by ``trainer.clients_per_round``.
-        random: the round's own random stream, a function of the run's seed and of the round.
+        random: the round's own random stream, a function of the run's seed and of the round; under a guarantee that
+            counts on secret cohorts it is the operating system's.
         losses: asks clients for the loss of the model that they would receive now, on their training samples; clients
             without an answer are absent from the result. Each asked client is sent its payload for this, and the bytes
             are counted.
