@@ -32,6 +32,7 @@ def grid_of(
     aggregator: Callable[[], Any] = lambda: None,
     nodes: Mapping[int, dict[str, Any]] = NODES,
     resident: bool = False,
+    as_simulated: bool = False,
     **settings: Any,
 ) -> LocalGrid:
     """Two sites with two clients each.
@@ -43,6 +44,7 @@ def grid_of(
         aggregator: makes the server side of the sites' configuration.
         nodes: other sites.
         resident: whether a site is made once, and not anew for each message.
+        as_simulated: whether sites train by the simulation's seeds under secure sums too, in the place of their own.
         **settings: the Trainer's.
     """
 
@@ -55,7 +57,8 @@ def grid_of(
         held.setup()
         states = StateVersions(folder / str(context.node_id))
         site = Site.of(context.node_config, held)
-        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state)
+        seeds = {"new_seed": lambda job: job.seed} if as_simulated else {}
+        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state, **seeds)
         if resident:
             made[context.node_id] = worker
         return worker
