@@ -8,13 +8,20 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from deployments import ALL, deploy, grid_of, rewrite
+from flwr.app import RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Pause, blobs, make_client
+from federations import Pause, blobs, equal, make_client
 from pfl_lightning.flower import masks, sums
+from pfl_lightning.flower.journal import Journal
 from pfl_lightning.flower.link import Quorum
-from pfl_lightning.flower.masks import Party, recovered, ring, signed, stream
+from pfl_lightning.flower.masks import Party, agreed, bound, pairwise, recovered, ring, session, signed, stream
+from pfl_lightning.flower.site_keys import SiteKeys
+from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.privacy import SecureSum
 
 FOUR = {11 + client: {"clients": str(client), "allow": ALL} for client in range(4)}
@@ -214,3 +221,87 @@ def test_a_new_run_may_begin_with_other_clients_where_its_model_is_another(tmp_p
     grid = grid_of(other, tmp_path / "sites", nodes=FOUR, data=run.settings["data"], **SETTINGS)
     grid.away.add(11 + VICTIM)
     assert [row["clients"] for row in deploy(grid, other, serving=serving, **run.settings).rows] == [3, 3]
+
+
+class Middle:
+    """A server that shows the victim its own keys in the place of all others', and reads what is sealed for these."""
+
+    def __init__(self, grid, folder):
+        self.folder, self.parties, self.read = folder, {}, None
+        self.reply, grid._reply = grid._reply, self.answered
+
+    def answered(self, message):
+        kind, victims = message.metadata.message_type, message.metadata.dst_node_id == 11 + VICTIM
+        if victims and kind == "query.share":
+            rewrite(message.content, self.invent)
+        if victims and kind == "train":
+            row, payload = (unpack(message.content, name) for name in ("jobs", f"{VICTIM}/payload"))
+            self.context = bound(self.session, row[VICTIM], payload)
+        reply = self.reply(message)
+        if victims and kind == "query.share":
+            self.boxes = unpack(reply.content, f"{VICTIM}/sealed")
+        if victims and kind == "train" and f"{VICTIM}/masked" in names(reply.content):
+            self.read = self.unmasked(unpack(reply.content, f"{VICTIM}/masked")["vector"])
+        return reply
+
+    def invent(self, records):
+        shown = records[f"{VICTIM}/payload"]["keys"]
+        for client in range(3):
+            party = self.parties[client] = Party(client, RecordDict(), SecureSum(), Journal(self.folder / str(client)))
+            shown[client] = sums.tensor(party.offer(0)[0])
+        self.keys = {client: sums.data(key) for client, key in shown.items()}
+        self.session = session(0, self.keys)
+
+    def unmasked(self, hidden):
+        secrets = {client: party.memory[party.name] for client, party in self.parties.items()}
+        shares = {}
+        for client, own in secrets.items():
+            key, box = (
+                agreed(own["sealing"], self.keys[VICTIM][:32], "seal", self.session),
+                sums.data(self.boxes[client]),
+            )
+            share = AESGCM(key).decrypt(box[:12], box[12:], f"{VICTIM} to {client}".encode() + self.session)
+            shares[client + 1] = share[32:]
+        seed = recovered(shares, SecureSum().least(4))
+        total = ring(hidden) - stream(masks.expanded(seed, "own mask", self.context), len(hidden), hidden.dtype)
+        for client, own in secrets.items():
+            total = total + pairwise(own["masking"], client, [VICTIM], self.keys, self.context, hidden)
+        return signed(total, hidden.dtype)
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_a_server_with_keys_of_its_own_reads_an_update_where_sites_have_none(with_keys, tmp_path, encoded):
+    own = site_keys(tmp_path) if with_keys else {}
+    grid = grid_of(make_client, tmp_path / "sites", nodes=FOUR, keys=own.get, **SETTINGS)
+    middle = Middle(grid, tmp_path / "server")
+    deploy(grid, make_client, max_rounds=1, **SETTINGS)
+    if with_keys:
+        assert middle.read is None and VICTIM not in encoded
+    else:
+        assert torch.equal(middle.read, encoded[VICTIM][0])
+
+
+def site_keys(folder):
+    """Keys of the sites of four clients, by node."""
+    keys = {client: ec.generate_private_key(ec.SECP384R1()) for client in range(4)}
+    form = Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+    known = {key.public_key().public_bytes(*form).decode(): [client] for client, key in keys.items()}
+    for client, key in keys.items():
+        data = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        (folder / f"key{client}").write_bytes(data)
+    return {11 + client: SiteKeys(folder / f"key{client}", known) for client in keys}
+
+
+def test_sites_that_know_each_other_sum_as_others_do(tmp_path):
+    keys = site_keys(tmp_path)
+    make = {"nodes": FOUR, "as_simulated": True, **SETTINGS}
+    run, plain = (
+        deploy(grid_of(make_client, tmp_path / name, keys=own, **make), make_client, **SETTINGS)
+        for name, own in (("known", keys.get), ("plain", lambda node: None))
+    )
+    assert [row["clients"] for row in run.rows] == [4, 4, 4] and equal(run.weights, plain.weights)
+    # one has no key: the others have no word of its keys, and it has theirs
+    without = {node: own for node, own in keys.items() if node != 11 + VICTIM}
+    with pytest.warns(UserWarning, match="no signature of clients 3"):
+        run = deploy(grid_of(make_client, tmp_path / "one", keys=without.get, **make), make_client, **SETTINGS)
+    assert [row["clients"] for row in run.rows] == [0, 0, 0]

@@ -49,7 +49,12 @@ def test_three_sites_sum_and_tell_no_single_update():
         deployed.superlink()
         for name in deployed.sites:
             deployed.register(name)
-            deployed.supernode(name)
+        # as operators give it to each other, and not the server's
+        known = deployed.folder / "known.yaml"
+        public = {(deployed.folder / f"{name}.pub").read_text().strip(): own for name, own in deployed.sites.items()}
+        known.write_text("".join(f"{key}: {clients}\n" for key, clients in public.items()))
+        for name in deployed.sites:
+            deployed.supernode(name, f'sum-key="{deployed.folder / name}" sum-keys="{known}"')
         folder = script.app(deployed, text)
         seen: set[bytes] = set()
 

@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from flwr.app import RecordDict
 
 from pfl_lightning.flower import journal
@@ -23,11 +25,12 @@ from pfl_lightning.flower.masks import (
     stream,
     unmasked,
 )
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.privacy.secure_sum import KEYS_BYTES, SEALED_BYTES, SecureSum
 
 ROUND, CLIENTS = 4, (1, 3, 4, 9, 12)
-ROW, PAYLOAD = dict.fromkeys(ALIKE, ""), {"weights": {"w": torch.ones(3)}}
+ROW, PAYLOAD = dict.fromkeys(ALIKE, "") | {"signatures": ""}, {"weights": {"w": torch.ones(3)}}
 NARROW, WIDE = torch.int32, torch.int64
 
 
@@ -44,11 +47,13 @@ def _folders(tmp_path_factory):
 class Round:
     """A round of all clients, step by step; clients have the folders of an earlier round, or new ones."""
 
-    def __init__(self, clients=CLIENTS, dtype=NARROW, folders=None):
+    def __init__(self, clients=CLIENTS, dtype=NARROW, folders=None, sites=None):
         self.clients, self.settings = clients, SecureSum()
         self.folders = folders or self.folder("sites")
         self.parties = {
-            client: Party(client, RecordDict(), self.settings, Journal(self.folders / str(client)))
+            client: Party(
+                client, RecordDict(), self.settings, Journal(self.folders / str(client)), (sites or {}).get(client)
+            )
             for client in clients
         }
         offers = {client: party.offer(ROUND) for client, party in self.parties.items()}
@@ -292,3 +297,66 @@ def test_a_journal_is_bounded_and_refuses_what_it_has_forgotten(tmp_path, monkey
     (tmp_path / "sums.json").write_text('{"sums": [')
     with pytest.raises(Refused, match="damaged"):
         kept.check(1, "run", 6, "another", "1 2")
+
+
+@pytest.fixture
+def sites(tmp_path):
+    """Each client's site, with a key of its own and a list of all."""
+    keys = {client: ec.generate_private_key(ec.SECP384R1()) for client in CLIENTS}
+    form = Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+    known = {key.public_key().public_bytes(*form).decode(): [client] for client, key in keys.items()}
+    for client, key in keys.items():
+        data = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        (tmp_path / str(client)).write_bytes(data)
+    return {client: SiteKeys(tmp_path / str(client), known) for client in CLIENTS}
+
+
+def signatures(done, clients):
+    return " ".join(f"{client}:{done.parties[client].signature(ROUND)}" for client in clients)
+
+
+def row_of(done, clients):
+    return {**ROW, "sum": " ".join(map(str, clients)), "signatures": signatures(done, clients)}
+
+
+def test_a_server_that_invents_all_other_clients_reads_the_update_unless_sites_have_keys(sites):
+    # the server plays all clients but one, under their ids
+    done = Round(sites={1: None}).share().hide(CLIENTS).reveal(CLIENTS)
+    assert torch.equal(done.sum() - expected(CLIENTS[1:]), vector(1))
+    done = Round(sites={1: sites[1]}).share()
+    with pytest.raises(Refused, match="client 1 has no signature of clients 3 4 9 12"):
+        done.parties[1].begin(ROUND, row_of(done, CLIENTS), PAYLOAD)
+
+
+def test_signatures_are_of_one_session_and_one_client(sites):
+    earlier, done = Round(sites=sites).share(), Round(sites=sites).share()
+    for told in (
+        signatures(earlier, CLIENTS),
+        signatures(done, CLIENTS[:4]) + " 12:" + done.parties[9].signature(ROUND),
+        signatures(done, CLIENTS[:4]) + " 12:zz 12 :",
+    ):
+        with pytest.raises(Refused, match="no signature of clients"):
+            done.parties[1].begin(ROUND, {**row_of(done, CLIENTS), "signatures": told}, PAYLOAD)
+    row = row_of(done, CLIENTS)
+    done.begin(CLIENTS, row=row).hide(CLIENTS).reveal(CLIENTS)
+    total = unmasked(
+        done.hidden,
+        done.shares,
+        done.keys,
+        done.commitments,
+        CLIENTS,
+        4,
+        bound(session(ROUND, done.keys), row, PAYLOAD),
+    )
+    assert torch.equal(total, expected(CLIENTS))
+
+
+def test_clients_that_are_gone_before_they_have_signed_cost_as_many_as_leave_no_way_to_both_secrets(sites):
+    # of five clients four have to stay: both secrets of one need eight shares, of which each client tells one
+    done = Round(sites=sites).share()
+    rows = {left: row_of(done, CLIENTS[:left]) for left in (4, 3, 2)}
+    # three that aren't there may be the server's, with six shares, and the two others tell two
+    with pytest.raises(Refused, match="no signature of clients 4 9 12"):
+        done.parties[1].begin(ROUND, rows[2], PAYLOAD)
+    done.parties[1].begin(ROUND, rows[4], PAYLOAD)
+    done.parties[3].begin(ROUND, rows[3], PAYLOAD)

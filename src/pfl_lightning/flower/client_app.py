@@ -30,6 +30,7 @@ from pfl_lightning.flower.journal import Again, Journal
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused
@@ -64,6 +65,7 @@ JOB = {
     "sum": "",
     "most": 0,
     "agreement": "",
+    "signatures": "",
 }
 """Template of a server's message about one client's job; lists of names are one text with spaces."""
 STEP = {"round": 0, "sent": ""}
@@ -89,6 +91,7 @@ class Worker:
             empty one.
         config: the site's whole configuration, which is kept beside the states for predictions at the site.
         run: Flower's id of the run.
+        keys: the keys by which sites of secure sums know each other; None believes the server's word for all keys.
         new_seed: returns the seed of a client's training under secure sums, where the server must not know it.
     """
 
@@ -102,6 +105,7 @@ class Worker:
         memory: RecordDict | None = None,
         config: str = "",
         run: int = 0,
+        keys: SiteKeys | None = None,
         new_seed: Callable[[Job], int] = lambda job: secure_seed(),
     ) -> None:
         # noise is drawn here, so that the site's own configuration decides, whatever the server says
@@ -110,7 +114,7 @@ class Worker:
         self.trainer, self.site, self.states = trainer, site, states
         self.aggregator = aggregator or client.configure_aggregator()
         self.memory = RecordDict() if memory is None else memory
-        self.config, self.run, self.new_seed = config, run, new_seed
+        self.config, self.run, self.keys, self.new_seed = config, run, keys, new_seed
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
@@ -175,7 +179,7 @@ class Worker:
             raise Refused(f"client {client}: its configuration has no trainer.secure_sum, which the server asks for.")
         # refuses a client of another site
         self.site.client(client)
-        return Party(client, self.memory, self.summing, Journal(self.states.of(client)))
+        return Party(client, self.memory, self.summing, Journal(self.states.of(client)), self.keys)
 
     def offer(self, content: RecordDict) -> Records:
         """Return public keys and a commitment for each client in a message, the first step of a round's sum."""
@@ -194,7 +198,7 @@ class Worker:
                 keys = self._bytes(content, client, "keys", KEYS_BYTES)
                 sealed = self._party(client).share(row["round"], keys)
                 records[f"{client}/sealed"] = {other: tensor(box) for other, box in sealed.items()}
-                records[f"{client}/answer"] = {}
+                records[f"{client}/answer"] = {"signature": self._party(client).signature(row["round"])}
         return records
 
     def reveal(self, content: RecordDict) -> Records:

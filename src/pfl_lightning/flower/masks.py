@@ -31,6 +31,7 @@ from flwr.app import ConfigRecord
 from torch import Tensor
 
 from pfl_lightning.flower.journal import Journal
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.privacy.secure_sum import SecureSum
 
@@ -230,11 +231,19 @@ class Party:
         client: the client's id.
         memory: the node's memory, kept by Flower while the SuperNode runs.
         settings: settings of the sum in the site's own configuration.
-        journal: the sums in which the client has had a part.
+        journal: the sums that the client has helped with.
+        sites: the keys by which sites know each other; None believes the server's word for all keys.
     """
 
-    def __init__(self, client: int, memory: "RecordDict", settings: SecureSum, journal: Journal) -> None:
-        self.client, self.memory, self.settings, self.journal = client, memory, settings, journal
+    def __init__(
+        self,
+        client: int,
+        memory: "RecordDict",
+        settings: SecureSum,
+        journal: Journal,
+        sites: SiteKeys | None = None,
+    ) -> None:
+        self.client, self.memory, self.settings, self.journal, self.sites = client, memory, settings, journal, sites
         self.name = f"secure_sum/{client}"
 
     def offer(self, round: int) -> tuple[bytes, bytes]:
@@ -277,6 +286,52 @@ class Party:
         self._go_on(state, step="shared", share=owned, clients=order, keys=[keys[client] for client in order])
         return sealed
 
+    def signature(self, round: int) -> str:
+        """Return the client's signature of all keys of the round, hexadecimal; empty without keys of sites.
+
+        Args:
+            round: the round's number.
+
+        Raises:
+            Refused: if the round is at another step.
+        """
+        # of the keys that all others show too, this client's new ones among them: none is of an earlier session
+        return "" if self.sites is None else self.sites.sign(self.client, self._session(self._at(round, "shared")))
+
+    def _session(self, state: Mapping[str, Any]) -> bytes:
+        """Return the session's hash."""
+        return session(state["round"], dict(zip(state["clients"], state["keys"], strict=True)))
+
+    def _check_signatures(self, context: bytes, clients: Collection[int], summed: str, signed: str) -> None:
+        """Refuse keys that the sites of the clients haven't signed.
+
+        Args:
+            context: hash from `session`.
+            clients: ids of the clients with keys.
+            summed: ids of the clients with shared secrets, apart by spaces.
+            signed: signatures by client, as the server tells them: ``3:HEX`` apart by spaces.
+
+        Raises:
+            Refused: if a client with shared secrets has no signature, or too many others have none.
+        """
+        if self.sites is None:
+            return
+        told = dict(pair.split(":", 1) for pair in signed.split() if ":" in pair)
+        without = {
+            client
+            for client in set(clients) - {self.client}
+            if not self.sites.signed(client, context, told.get(str(client), ""))
+        }
+        # A client may be gone after its offer. Its keys may as well be the server's, which then has its shares of all
+        # secrets. Each other client reveals a share of one of a client's two secrets: to recover both, a server needs
+        # as many shares of its own.
+        spare = 2 * self.settings.least(len(clients)) - len(clients)
+        if set(map(str, without)) & set(summed.split()) or len(without) >= spare:
+            raise Refused(
+                f"client {self.client} has no signature of clients {ids(without)} by a key of sum-keys; give all sites "
+                "a sum-key, and the same list of all sites' public keys."
+            )
+
     def begin(self, round: int, row: Mapping[str, Any], payload: Any) -> None:
         """Bind the masks to what the client is told about its training; refuse a sum that the journal forbids.
 
@@ -286,7 +341,7 @@ class Party:
             payload: the received payload.
 
         Raises:
-            Refused: if the round is at another step.
+            Refused: if the round is at another step, or keys aren't the sites' own.
             Again: if the client has helped with another sum of the model or the round.
         """
         # A question that comes twice in a session, as an answer was lost, ends here: a second training would give
@@ -294,11 +349,12 @@ class Party:
         # again: a sum needs no one client, and nobody takes off the own mask of a client whose vector seems lost. A
         # server that has restarted asks in a new session, with new keys and masks.
         state = self._at(round, "shared")
-        keys = dict(zip(state["clients"], state["keys"], strict=True))
+        context = self._session(state)
+        self._check_signatures(context, state["clients"], row["sum"], row["signatures"])
         # the server chooses the name
         run, model = fingerprint(row["run"]).hex()[:32], fingerprint(payload).hex()[:32]
         self.journal.check(self.client, run, round, model, ids(state["clients"]))
-        told = bound(session(round, keys), row, payload)
+        told = bound(context, row, payload)
         self._go_on(state, step="begun", told=told, run=run, model=model)
 
     def hide(self, round: int, vector: Tensor, clients: Collection[int]) -> Tensor:

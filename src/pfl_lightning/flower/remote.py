@@ -263,6 +263,7 @@ class Remote(Engine):
         # a sum has updates of one shape, so that any client's job shows the look of all
         encoding = exchange.encoding(self.look(jobs[min(jobs)]), asked)
         shown = {"sum": ids(jobs), "most": encoding.most or 0, "agreement": encoding.agreement}
+        shown["signatures"] = " ".join(f"{client}:{text}" for client, text in exchange.signatures.items() if text)
         like = {"vector": torch.zeros(encoding.length, dtype=encoding.dtype)}
         for client, content in self._ask(MessageType.TRAIN, jobs, shown):
             try:
@@ -427,7 +428,7 @@ class Remote(Engine):
         # names travel as one text with spaces, so that sites check each field by a fixed type
         jobs = {
             client: {
-                **self._alike(job, sums or {"sum": "", "most": 0, "agreement": ""}),
+                **self._alike(job, sums or {"sum": "", "most": 0, "agreement": "", "signatures": ""}),
                 "architecture": self.architecture_of(client),
                 "seed": job.seed,
                 "evaluate": " ".join(job.evaluate),

@@ -14,7 +14,7 @@ from pfl_lightning.federation.messages import enough_to_sum
 from pfl_lightning.flower.journal import Again
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.masks import bound, fingerprint, ids, session, unmasked
-from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.template import Refused, check_type, plain
 from pfl_lightning.flower.wire import unpack
 from pfl_lightning.messages import Message
 from pfl_lightning.privacy.secure_sum import (
@@ -35,6 +35,8 @@ STEPS = {step: f"{MessageType.QUERY}.{step}" for step in ("offer", "share", "rev
 OFFER = {"keys": torch.zeros(KEYS_BYTES, dtype=torch.uint8), "seed": torch.zeros(COMMITMENT_BYTES, dtype=torch.uint8)}
 SEALED = torch.zeros(SEALED_BYTES, dtype=torch.uint8)
 SHARE = torch.zeros(SHARE_BYTES, dtype=torch.uint8)
+SIGNATURE = 400
+"""Largest number of characters of a signature."""
 
 
 class Summing(NamedTuple):
@@ -70,6 +72,8 @@ class Exchange:
         self.keys: dict[int, bytes] = {}
         self.seeds: dict[int, bytes] = {}
         self.sealed: dict[int, dict[int, bytes]] = {}
+        self.signatures: dict[int, str] = {}
+        """Hexadecimal signatures of all keys by client, where sites have keys; sites check them."""
         self.asked = 0
         self.seconds = 0.0
 
@@ -166,7 +170,12 @@ class Exchange:
         jobs = {client: {"round": self.round, "sent": "", **row} for client in payloads}
         for client, content in self.link.ask(STEPS[step], str(self.round + 1), jobs, payloads):
             try:
-                self.answered(content, client)
+                answer = self.answered(content, client)
+                if step == "share":
+                    # passed on to all sites, so that one can't fill their messages
+                    signature = answer.get("signature")
+                    check_type(signature, str, "answer.signature")
+                    self.signatures[client] = plain(signature, SIGNATURE)
                 yield client, read(content, client)
             except Refused as reason:
                 self.refused[client] = reason
