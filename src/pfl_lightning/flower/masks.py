@@ -395,9 +395,6 @@ class Party:
         state = self._at(round, "hidden")
         hidden = set(state["hidden"])
         self._check(sent, hidden, len(state["clients"]), "have sent a vector")
-        # on the disk before anything is told: a site that is killed now must know of the sum afterwards
-        cohort, model = ids(state["clients"]), state["model"]
-        self.journal.note(self.client, state["run"], round, model, cohort, ids(sent))
         keys = dict(zip(state["clients"], state["keys"], strict=True))
         context, shares = session(round, keys), {self.client: state["share"]}
         # before anything is told, as nothing is told twice
@@ -410,6 +407,9 @@ class Party:
                 shares[other] = AESGCM(key).decrypt(box[:NONCE], box[NONCE:], text)
             except (InvalidTag, ValueError) as error:
                 raise Refused(f"client {self.client} can't open the share of client {other}.") from error
+        # on the disk before anything is told: a site that is killed now must know of the sum afterwards
+        cohort, model = ids(state["clients"]), state["model"]
+        self.journal.note(self.client, state["run"], round, model, cohort, ids(sent))
         return {k: share[SECRET:] if k in sent else share[:SECRET] for k, share in sorted(shares.items())}
 
     def _check(self, clients: Collection[int], among: Collection[int], parties: int, what: str) -> None:

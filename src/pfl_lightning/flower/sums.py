@@ -173,7 +173,7 @@ class Exchange:
                 answer = self.answered(content, client)
                 if step == "share":
                     # passed on to all sites, so that one can't fill their messages
-                    signature = answer.get("signature")
+                    signature = answer.get("signature", "")
                     check_type(signature, str, "answer.signature")
                     self.signatures[client] = plain(signature, SIGNATURE)
                 yield client, read(content, client)
