@@ -15,6 +15,7 @@ from federations import Run, blobs, make_trainer
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import ALWAYS, Site
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods.registry import METHODS
@@ -32,6 +33,8 @@ def grid_of(
     aggregator: Callable[[], Any] = lambda: None,
     nodes: Mapping[int, dict[str, Any]] = NODES,
     resident: bool = False,
+    as_simulated: bool = False,
+    keys: Callable[[int], SiteKeys | None] = lambda node: None,
     **settings: Any,
 ) -> LocalGrid:
     """Two sites with two clients each.
@@ -43,6 +46,8 @@ def grid_of(
         aggregator: makes the server side of the sites' configuration.
         nodes: other sites.
         resident: whether a site is made once, and not anew for each message.
+        keys: gives each site's keys of secure sums, by node.
+        as_simulated: whether sites train by the simulation's seeds under secure sums too, in the place of their own.
         **settings: the Trainer's.
     """
 
@@ -55,7 +60,10 @@ def grid_of(
         held.setup()
         states = StateVersions(folder / str(context.node_id))
         site = Site.of(context.node_config, held)
-        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state)
+        own: dict[str, Any] = {"keys": keys(context.node_id)}
+        if as_simulated:
+            own["new_seed"] = lambda job: job.seed
+        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state, **own)
         if resident:
             made[context.node_id] = worker
         return worker

@@ -11,6 +11,7 @@ from deployments import ALL, deploy, grid_of, rewrite
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import NETS, Pause, Spy, equal, fit, make_client, noisy
+from pfl_lightning.flower import client_app
 from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedClassAvg, FedDBE, FedDyn, FedPer
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
@@ -24,12 +25,15 @@ TWO = {11: {"clients": "0 2", "allow": ALL}, 12: {"clients": "1 3", "allow": ALL
 OFFER, SHARE, TRAIN, REVEAL = "query.offer", "query.share", "train", "query.reveal"
 
 
-def deployed(tmp_path, make=make_client, nodes=FOUR, aggregator=None, watch=lambda *told: None, **settings):
-    """A deployment, and its grid."""
+def deployed(
+    tmp_path, make=make_client, nodes=FOUR, aggregator=None, watch=lambda *told: None, as_simulated=True, **settings
+):
+    """A deployment, and its grid; clients train by the simulation's seeds, so that the two can be compared."""
     settings = {"secure_sum": SecureSum(), **settings}
     at_sites = {name: value for name, value in settings.items() if name in ("secure_sum", "evaluate")}
     serving = settings.pop("serving", None)
-    grid = grid_of(make, tmp_path, aggregator=aggregator or (lambda: None), nodes=nodes, **at_sites)
+    makes = {"aggregator": aggregator or (lambda: None), "as_simulated": as_simulated}
+    grid = grid_of(make, tmp_path, nodes=nodes, **makes, **at_sites)
     grid.spoil = partial(watch, grid)
     own = aggregator() if aggregator else None
     return deploy(grid, make, aggregator=own, serving=serving, **settings), grid
@@ -49,7 +53,7 @@ METHODS = {
 @pytest.mark.parametrize("nodes", [FOUR, TWO], ids=len)
 @pytest.mark.parametrize("name", swept(METHODS, ("SCAFFOLD", "networks"), str))
 @pytest.mark.by_default("SCAFFOLD-2")
-def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
+def test_masks_change_no_bit_of_the_simulation_where_sites_have_its_seeds(name, nodes, tmp_path):
     make, aggregator = METHODS[name]
     remote, grid = deployed(tmp_path, make, nodes, aggregator)
     here = fit(make(), aggregator=aggregator() if aggregator else None, secure_sum=SecureSum())
@@ -61,10 +65,40 @@ def test_a_deployment_ends_as_its_simulation_to_the_bit(name, nodes, tmp_path):
     assert not any(grid.memories.values())
 
 
+def test_sites_train_by_seeds_that_nobody_else_knows(tmp_path):
+    seeds, own_seed = [], client_app.secure_seed
+
+    def kept():
+        seeds.append(own_seed())
+        return seeds[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_app, "secure_seed", kept)
+        runs = [deployed(tmp_path / name, as_simulated=False)[0] for name in "ab"]
+    one, other = runs
+    # one of each client and round, all different: nothing that the server says decides them
+    assert len(set(seeds)) == len(seeds) == 2 * 4 * 3
+    assert not equal(one.weights, other.weights)
+    here = fit(make_client(), secure_sum=SecureSum())
+    for run in runs:
+        assert [row["clients"] for row in run.rows] == [4, 4, 4]
+        assert not equal(run.weights, here.weights)
+        assert run.rows[-1]["train/loss"] == pytest.approx(here.rows[-1]["train/loss"], rel=0.5)
+    assert one.rows[-1]["train/loss"] < one.rows[0]["train/loss"]
+
+
+def test_clients_with_another_payload_than_most_are_left_out(tmp_path):
+    make = partial(make_client, FedDBE)
+    # the client that has reported in no round would report alone, in a sum of its own numbers and zeros
+    with pytest.warns(UserWarning, match="client 3 is left out .* another payload"):
+        run, _ = deployed(tmp_path, make, watch=lost(TRAIN, 14, first=1))
+    assert [row["clients"] for row in run.rows] == [3, 3, 3]
+
+
 @pytest.mark.exhaustive
 def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path):
     make, settings = partial(make_client, FedPer), {"secure_sum": SecureSum()}
-    grid = grid_of(make, tmp_path / "sites", nodes=FOUR, **settings)
+    grid = grid_of(make, tmp_path / "sites", nodes=FOUR, as_simulated=True, **settings)
     deploy(grid, make, tmp_path, callbacks=[Pause(1)], **settings)
     run = deploy(grid, make, tmp_path, ckpt_path="last", **settings)
     assert equal(run.weights, fit(make(), **settings).weights) and len(run.rows) == 3

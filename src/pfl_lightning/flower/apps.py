@@ -26,6 +26,7 @@ from pfl_lightning.flower.first_exchange import kept, take_over
 from pfl_lightning.flower.link import MOST_SAMPLES, Keys, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions
 from pfl_lightning.runs.deployment_status import ENDED, FILE, UNFINISHED, DeploymentStatus
 
@@ -118,7 +119,30 @@ def worker_of(folder: Path, context: Context) -> Worker:
         context.state,
         cli.text(),
         context.run_id,
+        site_keys_in(node, names_in(run)),
     )
+
+
+def site_keys_in(node: Mapping[str, Any], names: Sequence[str]) -> SiteKeys | None:
+    """Return the keys by which sites of secure sums know each other; None for a site without.
+
+    Args:
+        node: Flower's ``node_config``: ``sum-key`` has the file of the site's private key, and ``sum-keys`` a list of
+            all sites' public keys as `keys_in` reads it, which the operator has from the other sites and not from the
+            server.
+        names: names of all clients by id; empty for clients known by ids alone.
+
+    Raises:
+        MisconfigurationException: if one of the two is missing, or can't be read.
+    """
+    own, known = (str(node.get(name, "")) for name in ("sum-key", "sum-keys"))
+    if not own and not known:
+        return None
+    if not own or not known:
+        raise MisconfigurationException(
+            f"sum-key={own!r} and sum-keys={known!r} go together: the site's private key, and all sites' public keys."
+        )
+    return SiteKeys(Path(own), keys_in(Path(known), names, setting="sum-keys"))
 
 
 def state_folder(node: Mapping[str, Any], node_id: int) -> str:
@@ -293,7 +317,9 @@ def keys_of(path: Path, names: Sequence[str], joins: bool) -> Callable[[], Keys]
     return read
 
 
-def keys_in(path: Path, names: Sequence[str] = (), joins: bool = False) -> dict[str, dict[int | str, int]]:
+def keys_in(
+    path: Path, names: Sequence[str] = (), joins: bool = False, setting: str = "keys"
+) -> dict[str, dict[int | str, int]]:
     """Return the allowed clients of each public key, with the largest number of samples per client and split.
 
     Args:
@@ -301,6 +327,7 @@ def keys_in(path: Path, names: Sequence[str] = (), joins: bool = False) -> dict[
             ``ssh-keygen``, and client ids or names; ``{clients: 0 3, max-samples: 5000}`` in their place sets a limit.
         names: names of all clients by id; empty for clients known by ids alone.
         joins: whether other names are of clients that may join.
+        setting: the setting with the file, for the error.
 
     Raises:
         MisconfigurationException: if the file can't be read so.
@@ -309,7 +336,7 @@ def keys_in(path: Path, names: Sequence[str] = (), joins: bool = False) -> dict[
         return {public_key(key): clients_in(value, names, joins) for key, value in load(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError, MisconfigurationException) as error:
         raise MisconfigurationException(
-            f"keys={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
+            f"{setting}={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
             "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients, or "
             "'{clients: 0 3, max-samples: 5000}' in the place of the ids."
         ) from error

@@ -27,15 +27,18 @@ from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import CONFIG, keep_model
 from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
+from pfl_lightning.flower.journal import Again, Journal
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
 from pfl_lightning.flower.site import Site
+from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
 from pfl_lightning.messages import Message, Restored
 from pfl_lightning.privacy import DPAverage, SecureSum
+from pfl_lightning.privacy.noise import secure_seed
 from pfl_lightning.privacy.secure_sum import (
     KEYS_BYTES,
     SEALED_BYTES,
@@ -47,6 +50,7 @@ from pfl_lightning.privacy.secure_sum import (
 from pfl_lightning.trainer import FederatedTrainer
 
 JOB = {
+    "run": "",
     "round": 0,
     "architecture": 0,
     "seed": 0,
@@ -62,6 +66,7 @@ JOB = {
     "sum": "",
     "most": 0,
     "agreement": "",
+    "signatures": "",
 }
 """Template of a server's message about one client's job; lists of names are one text with spaces."""
 STEP = {"round": 0, "sent": ""}
@@ -87,6 +92,8 @@ class Worker:
             empty one.
         config: the site's whole configuration, which is kept beside the states for predictions at the site.
         run: Flower's id of the run.
+        keys: the keys by which sites of secure sums know each other; None believes the server's word for all keys.
+        new_seed: returns the seed of a client's training under secure sums, where the server must not know it.
     """
 
     def __init__(
@@ -99,6 +106,8 @@ class Worker:
         memory: RecordDict | None = None,
         config: str = "",
         run: int = 0,
+        keys: SiteKeys | None = None,
+        new_seed: Callable[[Job], int] = lambda job: secure_seed(),
     ) -> None:
         # noise is drawn here, so that the site's own configuration decides, whatever the server says
         private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
@@ -106,7 +115,7 @@ class Worker:
         self.trainer, self.site, self.states = trainer, site, states
         self.aggregator = aggregator or client.configure_aggregator()
         self.memory = RecordDict() if memory is None else memory
-        self.config, self.run = config, run
+        self.config, self.run, self.keys, self.new_seed = config, run, keys, new_seed
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
@@ -171,7 +180,7 @@ class Worker:
             raise Refused(f"client {client}: its configuration has no trainer.secure_sum, which the server asks for.")
         # refuses a client of another site
         self.site.client(client)
-        return Party(client, self.memory, self.summing)
+        return Party(client, self.memory, self.summing, Journal(self.states.of(client)), self.keys)
 
     def offer(self, content: RecordDict) -> Records:
         """Return public keys and a commitment for each client in a message, the first step of a round's sum."""
@@ -190,7 +199,7 @@ class Worker:
                 keys = self._bytes(content, client, "keys", KEYS_BYTES)
                 sealed = self._party(client).share(row["round"], keys)
                 records[f"{client}/sealed"] = {other: tensor(box) for other, box in sealed.items()}
-                records[f"{client}/answer"] = {}
+                records[f"{client}/answer"] = {"signature": self._party(client).signature(row["round"])}
         return records
 
     def reveal(self, content: RecordDict) -> Records:
@@ -320,6 +329,19 @@ class Worker:
             raise Refused(f"{str(reason).removesuffix('.')}.") from reason
         return {f"{job.client}/masked": {"vector": self._party(job.client).hide(job.round, vector, clients)}}
 
+    def _begun(self, job: Job, row: Mapping[str, Any]) -> Job:
+        """Return a training job of a sum, with a seed of the site's own.
+
+        A training that repeats bit for bit would repeat the update: a sum over the same clients but one would then
+        differ from an earlier one by just that client's update.
+
+        Raises:
+            Refused: if the site's configuration has no secure sum, or the client has helped with another sum of the
+                model or the round.
+        """
+        self._party(job.client).begin(job.round, row, job.payload)
+        return job._replace(seed=self.new_seed(job))
+
     def evaluate(self, content: RecordDict) -> Records:
         """Evaluate the received models of the clients in a message, keep the models, and return metrics by client."""
         told: Told = unpack(content, "jobs", {0: JOB}, IDS)
@@ -365,7 +387,11 @@ class Worker:
         jobs: dict[int, dict[int, Job]] = {}
         for client, row in told.items():
             with failing(records, [client]):
-                jobs.setdefault(row["architecture"], {})[client] = self._job(client, row, content)
+                job = self._job(client, row, content)
+                # before training, which a refusal would waste
+                if phase == "training" and row["sum"] and self.summing is not None:
+                    job = self._begun(job, row)
+                jobs.setdefault(row["architecture"], {})[client] = job
         for architecture, own in jobs.items():
             with failing(records, own):
                 engine = self.engines[architecture]
@@ -438,6 +464,8 @@ def failing(records: Records, clients: Iterable[int]) -> Iterator[None]:
 
 def reason(error: Exception) -> dict[str, str]:
     """Return an answer with an error's reason in one sentence; the site's log gets the whole traceback."""
+    if isinstance(error, Again):
+        return {"error": str(error), "again": error.cohort}
     if isinstance(error, Refused):
         return {"error": str(error)}
     # the server gets the first 300 characters alone, and no traceback with the site's paths

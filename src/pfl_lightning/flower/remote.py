@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from statistics import median
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from flwr.app import MessageType, RecordDict
@@ -21,11 +21,13 @@ from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import ClientData
 from pfl_lightning.engines import ClientState, Engine, Evaluated, Job, LocalWork, Outcome
+from pfl_lightning.flower.journal import Again
 from pfl_lightning.flower.link import Link, check_failure
+from pfl_lightning.flower.masks import ids
 from pfl_lightning.flower.measured import COUNTED, NAMED, Measured, bounded
 from pfl_lightning.flower.sketch import Sketches
 from pfl_lightning.flower.states import TOKEN
-from pfl_lightning.flower.sums import Exchange, Summing, ids
+from pfl_lightning.flower.sums import Exchange, Summing, told_alike
 from pfl_lightning.flower.template import (
     Refused,
     check,
@@ -38,6 +40,7 @@ from pfl_lightning.flower.template import (
 )
 from pfl_lightning.flower.wire import LARGE, on_disk, unpack
 from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tensors
+from pfl_lightning.privacy.secure_sum import Encoding
 
 ANSWER_BYTES = 1 << 20
 """Largest size of the tensors in a client's metrics, in bytes."""
@@ -50,6 +53,24 @@ FAR = 10.0
 
 Live = Callable[[], Mapping[int, set[str]]]
 """Function that returns, by client, the tokens of the states that the server may ask for again."""
+
+
+class Masked(NamedTuple):
+    """What clients have sent of a round's sum.
+
+    Args:
+        exchange: the messages of the sum.
+        trained: outcomes without updates, by client.
+        hidden: masked vectors ``[length]``, by client.
+        row: what each client was told about its work, alike for all; empty if no client was asked to train.
+        encoding: of the vectors; None if no client was asked to train.
+    """
+
+    exchange: Exchange
+    trained: dict[int, Outcome]
+    hidden: dict[int, Tensor]
+    row: dict[str, Any]
+    encoding: Encoding | None
 
 
 class Remote(Engine):
@@ -93,6 +114,8 @@ class Remote(Engine):
         self.link, self.architecture_of, self.live, self.max_norm = link, architecture_of, live, max_norm
         self.summing, self.folder = summing, folder
         self.sums = None if summing is None else {}
+        self.run_name = ""
+        """Name of the run, the same after it is resumed, by which sites know a round again."""
         # jobs without an answer so far, where a late answer may count
         self._late: dict[int, Job] = {}
         self._sketches = Sketches(modules)
@@ -188,37 +211,33 @@ class Remote(Engine):
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
         """Yield outcomes with the mean in the place of each update; with too few clients, yield no update.
 
-        Clients exchange keys before training: the sum then survives a client that drops out during training, the
-        longest phase.
+        Raises:
+            MisconfigurationException: if the clients have helped with another sum of the model, and its other clients
+                aren't in the cohort.
         """
         self.sums = {}
         if not asked:
             return
-        round = next(iter(asked.values())).round
-        exchange = Exchange(self.link, summing, round, self._answer)
-        trained: dict[int, Outcome] = {}
-        hidden: dict[int, Tensor] = {}
-        begun = exchange.begin(sorted(asked))
-        jobs = {client: asked[client] for client in exchange.clients} if begun else {}
-        if jobs:
-            # a sum has updates of one shape, so that any client's job shows the look of all
-            encoding = exchange.encoding(self.look(jobs[min(jobs)]), asked)
-            shown = {"sum": ids(jobs), "most": encoding.most or 0, "agreement": encoding.agreement}
-            like = {"vector": torch.zeros(encoding.length, dtype=encoding.dtype)}
-            for client, content in self._ask(MessageType.TRAIN, jobs, shown):
-                try:
-                    answer = self._answer(content, client)
-                    outcome = self._trained(jobs[client], answer)
-                    # a client whose training diverged sends no vector, and is removed from the sum like a dropped one
-                    if outcome.finite:
-                        name, limit = f"{client}/masked", num_bytes(like)
-                        hidden[client] = unpack(content, name, like, limit=limit, folder=self.folder)["vector"]
-                    trained[client] = outcome
-                    self._count_seconds(outcome)
-                except Refused as reason:
-                    exchange.refused[client] = reason
-            means, clipped = exchange.end(encoding, hidden, jobs[min(jobs)].payload)
-            up, down = encoding.bytes_up(len(jobs), len(hidden)), encoding.bytes_down(len(jobs), len(hidden))
+        jobs = told_alike(asked)
+        words = "the server has another payload for it than for most, and a sum is of clients that are told the same"
+        left_out = {client: Refused(words) for client in asked if client not in jobs}
+        summed = self._summed(jobs, summing)
+        # a server that goes on from its last checkpoint may have learnt a sum that it no longer has
+        if before := summed.exchange.begun_before(len(summed.hidden)):
+            again = {client: job for client, job in jobs.items() if str(client) in before.cohort.split()}
+            if not 0 < len(again) < len(jobs) or ids(again) != before.cohort:
+                raise MisconfigurationException(f"round {summed.exchange.round + 1}: {before}")
+            words = f"the round was begun with clients {before.cohort} before, and goes on with them"
+            left_out |= {client: Refused(words) for client in jobs if client not in again}
+            seconds = summed.exchange.seconds
+            summed = self._summed(again, summing)
+            summed.exchange.seconds += seconds
+        exchange, trained = summed.exchange, summed.trained
+        if summed.encoding is not None:
+            encoding, hidden, clients = summed.encoding, summed.hidden, len(exchange.clients)
+            received = jobs[min(exchange.clients)].payload
+            means, clipped = exchange.end(encoding, hidden, received, summed.row)
+            up, down = encoding.bytes_up(clients, len(hidden)), encoding.bytes_down(clients, len(hidden))
             self.sums = {"bytes/up": up, "bytes/down": down}
             if means:
                 self.sums["secure_sum/clipped"] = clipped
@@ -226,8 +245,40 @@ class Remote(Engine):
         self.sums["time/secure_sum"] = exchange.seconds
         yield from (outcome for outcome in trained.values() if not outcome.finite)
         # a client with a vector counts in the sum, even if its site refused a later step
-        told = {client: reason for client, reason in exchange.refused.items() if client not in hidden}
-        yield from (self._refused(client, reason) for client, reason in told.items())
+        left_out |= {client: reason for client, reason in exchange.refused.items() if client not in summed.hidden}
+        yield from (self._refused(client, reason) for client, reason in left_out.items())
+
+    def _summed(self, asked: Mapping[int, Job], summing: Summing) -> "Masked":
+        """Have clients exchange keys, train, and send masked vectors.
+
+        Clients exchange keys before training: the sum then survives a client that drops out during training, the
+        longest phase.
+        """
+        exchange = Exchange(self.link, summing, next(iter(asked.values())).round, self._answer)
+        summed = Masked(exchange, {}, {}, {}, None)
+        begun = exchange.begin(sorted(asked))
+        jobs = {client: asked[client] for client in exchange.clients} if begun else {}
+        if not jobs:
+            return summed
+        # a sum has updates of one shape, so that any client's job shows the look of all
+        encoding = exchange.encoding(self.look(jobs[min(jobs)]), asked)
+        shown = {"sum": ids(jobs), "most": encoding.most or 0, "agreement": encoding.agreement}
+        shown["signatures"] = " ".join(f"{client}:{text}" for client, text in exchange.signatures.items() if text)
+        like = {"vector": torch.zeros(encoding.length, dtype=encoding.dtype)}
+        for client, content in self._ask(MessageType.TRAIN, jobs, shown):
+            try:
+                answer = self._answer(content, client)
+                outcome = self._trained(jobs[client], answer)
+                # a client whose training diverged sends no vector, and is removed from the sum like a dropped one
+                if outcome.finite:
+                    name, limit = f"{client}/masked", num_bytes(like)
+                    vector = unpack(content, name, like, limit=limit, folder=self.folder)["vector"]
+                    summed.hidden[client] = vector
+                summed.trained[client] = outcome
+                self._count_seconds(outcome)
+            except Refused as reason:
+                exchange.refused[client] = reason
+        return summed._replace(encoding=encoding, row=self._alike(jobs[min(jobs)], shown))
 
     def stored(self, record: Any) -> Any:
         """Return a record in a file if it is large, so that the server holds few models in memory at once."""
@@ -377,20 +428,15 @@ class Remote(Engine):
         # names travel as one text with spaces, so that sites check each field by a fixed type
         jobs = {
             client: {
-                "round": job.round,
+                **self._alike(job, sums or {"sum": "", "most": 0, "agreement": "", "signatures": ""}),
                 "architecture": self.architecture_of(client),
                 "seed": job.seed,
-                "lr_factor": job.lr_factor,
                 "evaluate": " ".join(job.evaluate),
                 "measure": " ".join(measure.get(client, ())),
-                "requested": " ".join(sorted(self.module.requested)),
-                "withheld": " ".join(sorted(self.module.withheld)),
                 "kept": job.state.kept or "",
                 "live": " ".join(sorted(live.get(client, set()))),
-                "once": " ".join(sorted(job.once & job.payload.keys())),
                 # a site learns the id of its new client by this
                 "name": self.link.names[client] if client >= self.link.founders else "",
-                **(sums or {"sum": "", "most": 0, "agreement": ""}),
             }
             for client, job in asked.items()
         }
@@ -399,6 +445,23 @@ class Remote(Engine):
         # what comes back has about the size of what is sent
         self.link.one_by_one = max(map(num_bytes, payloads.values())) >= LARGE
         yield from self.link.ask(kind, str(round), jobs, payloads)
+
+    def _alike(self, job: Job, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a client is told about its work and all others too: the entries `masks.ALIKE`.
+
+        Args:
+            job: of any client of the round.
+            sums: the round's clients, weights and settings of a secure sum.
+        """
+        return {
+            "run": self.run_name,
+            "round": job.round,
+            "lr_factor": job.lr_factor,
+            "requested": " ".join(sorted(self.module.requested)),
+            "withheld": " ".join(sorted(self.module.withheld)),
+            "once": " ".join(sorted(job.once & job.payload.keys())),
+            **sums,
+        }
 
     def _answer(self, content: RecordDict, client: int) -> dict[str, Any]:
         """Return a site's answer about a client as a dict, with its entries still unchecked.
@@ -409,6 +472,9 @@ class Remote(Engine):
         check_failure(content)
         answer: dict[str, Any] = unpack(content, f"{client}/answer", limit=ANSWER_BYTES)
         check_type(answer, dict, "answer")
+        if "again" in answer:
+            check(answer, {"error": "", "again": ""}, where="answer")
+            raise Again(plain(answer["error"]), answer["again"])
         if "error" in answer:
             check(answer, {"error": ""}, where="answer")
             raise Refused(plain(answer["error"]))

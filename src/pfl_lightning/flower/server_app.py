@@ -1,5 +1,6 @@
 """The server's side of a deployment: `FederatedTrainer.fit` with an engine for clients at sites."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,17 @@ class States(FederatedCallback):
         self._federation: Federation | None = None
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
+        self._run_name = secrets.token_hex(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's name under secure sums, by which sites know a round that comes again after resuming."""
+        federation = self._federation
+        summed = federation is not None and federation.options.secure_sum is not None
+        return {"run_name": self._run_name} if summed else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the name of a resumed run."""
+        self._run_name = state_dict["run_name"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the federation and the checkpoint folders, and work out a template of each architecture's update."""
@@ -64,6 +76,7 @@ class States(FederatedCallback):
         # a client without a site so far may have had one before the run was resumed
         self._link.expected = {client: size for client, size in enumerate(federation.trained["sizes"]) if size}
         self._keep_on_disk(federation)
+        self._engine.run_name = self._run_name
         # a method without a template fails here, before any site has worked
         for client in range(min(len(federation.architectures), federation.data.num_clients)):
             self._engine.look(federation.job(client))

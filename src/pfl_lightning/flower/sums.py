@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pfl_lightning.engines import Job
 from pfl_lightning.federation.messages import enough_to_sum
+from pfl_lightning.flower.journal import Again
 from pfl_lightning.flower.link import Link
-from pfl_lightning.flower.masks import unmasked
-from pfl_lightning.flower.template import Refused
+from pfl_lightning.flower.masks import bound, fingerprint, ids, session, unmasked
+from pfl_lightning.flower.template import Refused, check_type, plain
 from pfl_lightning.flower.wire import unpack
 from pfl_lightning.messages import Message
 from pfl_lightning.privacy.secure_sum import (
@@ -34,6 +35,8 @@ STEPS = {step: f"{MessageType.QUERY}.{step}" for step in ("offer", "share", "rev
 OFFER = {"keys": torch.zeros(KEYS_BYTES, dtype=torch.uint8), "seed": torch.zeros(COMMITMENT_BYTES, dtype=torch.uint8)}
 SEALED = torch.zeros(SEALED_BYTES, dtype=torch.uint8)
 SHARE = torch.zeros(SHARE_BYTES, dtype=torch.uint8)
+SIGNATURE = 400
+"""Largest number of characters of a signature."""
 
 
 class Summing(NamedTuple):
@@ -69,6 +72,8 @@ class Exchange:
         self.keys: dict[int, bytes] = {}
         self.seeds: dict[int, bytes] = {}
         self.sealed: dict[int, dict[int, bytes]] = {}
+        self.signatures: dict[int, str] = {}
+        """Hexadecimal signatures of all keys by client, where sites have keys; sites check them."""
         self.asked = 0
         self.seconds = 0.0
 
@@ -112,8 +117,19 @@ class Exchange:
         most = max(self.link.sizes[client]["train"] for client in jobs) if self.summing.weighted else None
         return Encoding(self.summing.settings, like, len(self.sealed), most, self.summing.noise)
 
+    def begun_before(self, sent: int) -> Again | None:
+        """Return why the round can have no sum, if enough of its clients have helped with another one of its model.
+
+        Args:
+            sent: number of clients with a vector.
+        """
+        least = self.summing.settings.least(self.asked)
+        # as many as could make a sum by themselves, so that a few bad sites can't say so for all
+        told = [reason for _, reason in sorted(self.refused.items()) if isinstance(reason, Again)]
+        return told[0] if sent < least <= len(told) else None
+
     def end(
-        self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message
+        self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message, row: Mapping[str, Any]
     ) -> tuple[dict[int, Message], int]:
         """Return the mean in the place of each client's update, and the number of clipped entries.
 
@@ -123,6 +139,7 @@ class Exchange:
             encoding: the round's encoding.
             hidden: masked vectors ``[length]``, by client.
             received: the payload of the round, to which the mean change is added where clients add noise.
+            row: what each client was told about its work, alike for all.
         """
         start, settings = time.perf_counter(), self.summing.settings
         # sites would refuse to reveal shares for so few clients, so that they aren't asked
@@ -135,7 +152,8 @@ class Exchange:
         try:
             # the secrets were shared among all clients with keys, and their threshold depends on this number
             least = settings.least(len(self.keys))
-            total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, self.round)
+            told = bound(session(self.round, self.keys), row, received)
+            total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, told)
             samples = {client: self.link.sizes[client]["train"] for client in hidden}
             # sites add up clipped entries in the vector's first number
             return dict(encoding.stand_ins(total, samples, received)), int(total[0])
@@ -152,7 +170,12 @@ class Exchange:
         jobs = {client: {"round": self.round, "sent": "", **row} for client in payloads}
         for client, content in self.link.ask(STEPS[step], str(self.round + 1), jobs, payloads):
             try:
-                self.answered(content, client)
+                answer = self.answered(content, client)
+                if step == "share":
+                    # passed on to all sites, so that one can't fill their messages
+                    signature = answer.get("signature", "")
+                    check_type(signature, str, "answer.signature")
+                    self.signatures[client] = plain(signature, SIGNATURE)
                 yield client, read(content, client)
             except Refused as reason:
                 self.refused[client] = reason
@@ -195,7 +218,20 @@ def data(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def ids(clients: Any) -> str:
-    """Return clients' ids as a text with spaces, ascending."""
-    # one order everywhere, so that server and sites name the same clients by the same text
-    return " ".join(map(str, sorted(clients)))
+def told_alike(jobs: Mapping[int, Job]) -> dict[int, Job]:
+    """Return the jobs with the payload that most clients have, of all with the same number that of the smallest id.
+
+    Sites derive masks from the payload, so that those of clients with other payloads would stay in the sum.
+
+    Args:
+        jobs: of the round, by client.
+    """
+    prints: dict[tuple[Any, ...], bytes] = {}
+    alike: dict[bytes, dict[int, Job]] = {}
+    for client, job in sorted(jobs.items()):
+        # most servers give all clients the same tensors, so that a model is read once
+        same = tuple((name, id(entry)) for name, entry in job.payload.items())
+        if same not in prints:
+            prints[same] = fingerprint(job.payload)
+        alike.setdefault(prints[same], {})[client] = job
+    return max(alike.values(), key=len)

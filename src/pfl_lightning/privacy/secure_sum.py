@@ -1,7 +1,7 @@
 """Sums of clients' updates as whole numbers modulo a power of two, for servers of secure aggregation.
 
 The arithmetic is the same in a simulation and in a deployment, where masks that cancel in the sum hide each vector
-(`pfl_lightning.flower.masks`): both take the same sum, to the bit. Source: Bonawitz et al., 2017
+(`pfl_lightning.flower.masks`): of the same updates both take the same sum, to the bit. Source: Bonawitz et al., 2017
 (https://doi.org/10.1145/3133956.3133982).
 """
 
@@ -53,7 +53,8 @@ class SecureSum:
         overflow: whether an update with larger entries is left out (``refuse``), or these entries are bounded
             (``clip``), of which the record tells how many.
         threshold: share of a round's clients that have to stay until its end, above a half and up to 1; with fewer, or
-            with one client, there is no sum. A server that colludes with fewer learns nothing but the sum.
+            with one client, there is no sum. A server that follows the protocol, and colludes with fewer, learns
+            nothing but the sum.
         honest: share of a round's clients who stay and don't tell the server their noise, above 0 and up to
             ``threshold``: so many shares of noise make up the whole of it. Only `DPAverage` adds noise.
 
