@@ -55,12 +55,15 @@ def grid_of(
         held.setup()
         states = StateVersions(folder / str(context.node_id))
         site = Site.of(context.node_config, held)
-        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state)
+        rounds = {} if grid.max_rounds is None else {"max_rounds": grid.max_rounds}
+        trainer = make_trainer(**{**rounds, **settings})
+        worker = Worker(trainer, client, site, states, aggregator(), context.state)
         if resident:
             made[context.node_id] = worker
         return worker
 
-    return LocalGrid(app_of(worker), nodes)
+    grid = LocalGrid(app_of(worker), nodes)
+    return grid
 
 
 def deploy(
@@ -75,6 +78,7 @@ def deploy(
 ) -> Run:
     """Fits a federation over a grid, by a server of its own."""
     trainer, model = make_trainer(root, **settings), make()
+    grid.max_rounds = trainer.max_epochs
     limits = {"timeout": 5.0, "patience": 1.0, "poll": 0.0} | (serving or {})
     federation = serve(grid, trainer, model, data(), aggregator, ckpt_path, **limits)
     return Run(trainer, model, federation.data)

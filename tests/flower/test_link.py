@@ -209,7 +209,7 @@ def test_a_site_that_does_not_fit_is_refused_in_a_sentence(tmp_path, change, wor
 def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
     link = Link(grid_of(make, tmp_path), 4, "0" * 16)
 
-    def greets(node: int, client: int, inputs: str) -> None:
+    def greets(node: int, client: int, **inputs: str) -> None:
         clients = {client: {"train": 8, "val": 0, "test": 4}}
         link._heard(
             node,
@@ -218,7 +218,7 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
                     "hello": {
                         "version": VERSION,
                         "initial": "0" * 16,
-                        "inputs": inputs,
+                        "settings": {f"data.{name}": text for name, text in inputs.items()},
                         "secret": "",
                         "clients": clients,
                         "new": {},
@@ -227,10 +227,10 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
             ),
         )
 
-    greets(11, 0, "categories=a classes=c")
+    greets(11, 0, categories="a", classes="c")
     with pytest.warns(UserWarning, match=r"node 12 is refused: its data\.categories, data\.scales makes other inputs"):
-        greets(12, 1, "categories=b classes=c scales=d")
-    greets(12, 2, "categories=a classes=c")
+        greets(12, 1, categories="b", classes="c", scales="d")
+    greets(12, 2, categories="a", classes="c")
     assert sorted(link.sizes) == [0, 2]
 
 

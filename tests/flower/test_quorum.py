@@ -276,7 +276,7 @@ def test_a_client_that_leaves_in_a_round_has_a_last_node(tmp_path):
 
     def greets(*clients):
         sizes = {client: {"train": 8, "val": 0, "test": 4} for client in clients}
-        hello = {"version": link.VERSION, "initial": "0" * 16, "inputs": "", "secret": "s", "clients": sizes, "new": {}}
+        hello = {"version": link.VERSION, "initial": "0" * 16, "settings": {}, "secret": "s", "clients": sizes, "new": {}}
         made._heard(11, pack({"hello": hello}))
 
     greets(0, 2)

@@ -249,6 +249,7 @@ class Remote(Engine):
             reason: the reason for the record.
         """
         self.refusals[client] = str(reason).removesuffix(".") or "it gave no reason"
+        self.link.greet_again(client)
         return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, self.refusals[client])
 
     def _count_seconds(self, outcome: Outcome) -> None:
@@ -390,6 +391,7 @@ class Remote(Engine):
                 "once": " ".join(sorted(job.once & job.payload.keys())),
                 # a site learns the id of its new client by this
                 "name": self.link.names[client] if client >= self.link.founders else "",
+                "settings": self.link.greeted_with(client),
                 **(sums or {"sum": "", "most": 0, "agreement": ""}),
             }
             for client, job in asked.items()
