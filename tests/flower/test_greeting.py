@@ -1,4 +1,4 @@
-"""What a site's greeting binds: settings that decide a guarantee or a result are the server's, or the site is refused."""
+"""What a site's greeting binds: settings that decide a guarantee or a result are the server's, or it is refused."""
 
 import re
 from functools import partial
@@ -10,14 +10,14 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import NODES, deploy, grid_of, rewrite
+from deployments import deploy, grid_of, rewrite
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.compression import HalfPrecision, TopK
 from pfl_lightning.flower.link import Quorum
-from pfl_lightning.methods import FedAvg, FedPer, FedProx
+from pfl_lightning.methods import FedPer, FedProx
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.tasks import Classification
@@ -217,13 +217,19 @@ def test_a_resumed_server_compares_with_its_own_settings(tmp_path):
     ("change", "words"),
     [
         (lambda told: told.update({f"data.{n}": "1" for n in range(5000)}), "it tells of 50[0-9]{2} settings, and"),
-        (lambda told: told.update({"data.\x1b[2J\r\nall is well": "1"}), "it tells of a setting .*, which can't be one"),
+        (
+            lambda told: told.update({"data.\x1b[2J\r\nall is well": "1"}),
+            "it tells of a setting .*, which can't be one",
+        ),
         (lambda told: told.update({"data." + "x" * 9999: "1"}), "it tells of a setting .*, which can't be one"),
         (lambda told: told.update({"": "1"}), "it tells of a setting '', which can't be one"),
         (lambda told: told.update({"trainer.local_epochs": 1}), "is int and should be str"),
         (lambda told: told.update({"trainer.local_epochs": ["1"]}), "is list and should be str"),
         (lambda told: told.update({7: "1"}), "has the entry 7, which is no name"),
-        (lambda told: told.update({"trainer.local_epochs": "9" * 10**5}), "local_epochs is 9{30,60} and the server's 1"),
+        (
+            lambda told: told.update({"trainer.local_epochs": "9" * 10**5}),
+            "local_epochs is 9{30,60} and the server's 1",
+        ),
         (
             lambda told: told.update({"trainer.local_epochs": "\x1b]0;gone\x07\n1\u202e"}),
             "local_epochs is .{0,20} and the server's 1",

@@ -147,7 +147,7 @@ class Worker:
         return {"first": {"values": pieces(values), "clients": clients, "agreed": bool(had)}}
 
     def hello(self, content: RecordDict) -> Records:
-        """Return the site's greeting: version, initial model, settings, the folder's secret, and clients' sample counts.
+        """Return the site's greeting: version, initial model, settings, the folder's secret, and numbers of samples.
 
         Raises:
             Refused: if the site's inputs depend on rows of other sites.
@@ -401,7 +401,6 @@ class Worker:
         state = replace(state, once={name: payload[name] for name in once})
         splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
         return Job(client, row["round"], state, payload, samples, row["seed"], row["lr_factor"], splits)
-
 
     def _payload(self, content: RecordDict, client: int, architecture: int) -> Message:
         """Return a client's payload, in no more memory than came, if the site's own method can have one like it."""

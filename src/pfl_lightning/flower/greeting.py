@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
@@ -159,7 +158,8 @@ def excerpts(one: str, other: str, most: int = 40) -> tuple[str, str]:
         other: another.
         most: largest number of characters to return of each.
     """
-    alike = len(os.path.commonprefix([one, other]))
+    shorter = min(len(one), len(other))
+    alike = next((place for place in range(shorter) if one[place] != other[place]), shorter)
     start = max(0, alike - most // 2) if max(len(one), len(other)) > most else 0
     first, second = (plain(text[start:], most) for text in (one, other))
     return ("…" if start else "") + first, ("…" if start else "") + second
