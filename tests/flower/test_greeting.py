@@ -19,7 +19,7 @@ from pfl_lightning.compression import HalfPrecision, TopK
 from pfl_lightning.flower.link import Quorum
 from pfl_lightning.methods import FedPer, FedProx
 from pfl_lightning.nets import Net
-from pfl_lightning.privacy import DPSGD
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.tasks import Classification
 
 PRIVATE = {"example_privacy": DPSGD(2.0, 0.5)}
@@ -114,6 +114,10 @@ CASES = {
     "counts": (
         {"settings": PRIVATE, "other": {"example_privacy": DPSGD(2.0, 0.5, counts_epsilon=1.0)}},
         "trainer.example_privacy.counts_epsilon",
+    ),
+    "sum": (
+        {"settings": {"secure_sum": SecureSum()}, "other": {"secure_sum": SecureSum(bits=20)}},
+        "trainer.secure_sum.bits",
     ),
     "optimizer": ({"own": partial(make_client, optimizer=partial(Adam, lr=0.1))}, "model.optimizer"),
     "momentum": ({"own": partial(make_client, optimizer=partial(SGD, lr=0.1))}, "model.optimizer.momentum"),
