@@ -60,15 +60,18 @@ def grid_of(
         held.setup()
         states = StateVersions(folder / str(context.node_id))
         site = Site.of(context.node_config, held)
+        rounds = {} if grid.max_rounds is None else {"max_rounds": grid.max_rounds}
+        trainer = make_trainer(**{**rounds, **settings})
         own: dict[str, Any] = {"keys": keys(context.node_id)}
         if as_simulated:
             own["new_seed"] = lambda job: job.seed
-        worker = Worker(make_trainer(**settings), client, site, states, aggregator(), context.state, **own)
+        worker = Worker(trainer, client, site, states, aggregator(), context.state, **own)
         if resident:
             made[context.node_id] = worker
         return worker
 
-    return LocalGrid(app_of(worker), nodes)
+    grid = LocalGrid(app_of(worker), nodes)
+    return grid
 
 
 def deploy(
@@ -83,6 +86,7 @@ def deploy(
 ) -> Run:
     """Fits a federation over a grid, by a server of its own."""
     trainer, model = make_trainer(root, **settings), make()
+    grid.max_rounds = trainer.max_epochs
     limits = {"timeout": 5.0, "patience": 1.0, "poll": 0.0} | (serving or {})
     federation = serve(grid, trainer, model, data(), aggregator, ckpt_path, **limits)
     return Run(trainer, model, federation.data)

@@ -49,6 +49,8 @@ class LocalGrid(Grid):
         self.silent: set[int] = set()
         self.asked: list[tuple[str, int]] = []
         self.bytes = 0
+        self.max_rounds: int | None = None
+        """The rounds of the app, which sites have from the server's configuration."""
         self._replies: dict[str, Message] = {}
         # whoever makes messages is a task to Flower
         TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1

@@ -97,7 +97,8 @@ def sound(row, others):
 
 
 def test_a_thousand_invented_greetings_neither_end_the_server_nor_own_a_client(tmp_path):
-    draw, link = random.Random(0), Link(grid_of(make, tmp_path), 4, "0" * 16)
+    grid, own = grid_of(make, tmp_path), {"trainer.local_epochs": "1"}
+    draw, link = random.Random(0), Link(grid, 4, "0" * 16, settings=own)
     for _ in range(1000):
         clients = {
             draw.choice([0, 1, 2, 3, 3, 4, -1, 2**40]): {
@@ -105,7 +106,9 @@ def test_a_thousand_invented_greetings_neither_end_the_server_nor_own_a_client(t
             }
             for _ in range(draw.randrange(3))
         }
-        hello = {"version": VERSION, "initial": "0" * 16, "inputs": "", "secret": "", "clients": clients, "new": {}}
+        settings = {"trainer.local_epochs": "1", **({name(draw): value(draw)} if not draw.randrange(4) else {})}
+        hello = {"version": VERSION, "initial": "0" * 16, "settings": settings, "secret": ""}
+        hello |= {"clients": clients, "new": {}}
         if not draw.randrange(4):
             hello[draw.choice([*hello, *WORDS])] = value(draw)
         content = failure(draw.choice(WORDS)) if not draw.randrange(9) else pack({"hello": hello})

@@ -1,17 +1,20 @@
 """Which node has which client; nodes that go, come back, or aren't who they say."""
 
+import warnings
 from functools import partial
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import NODES, deploy, grid_of
+from deployments import NODES, deploy, grid_of, rewrite
 
-from federations import Blobs, blobs, equal, fit, make_client, noisy
+from federations import Blobs, Spy, blobs, equal, fit, make_client, noisy
+from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.callbacks import ChannelsLast, MatmulPrecision
-from pfl_lightning.flower.link import VERSION, Link, Quorum
+from pfl_lightning.flower.link import MOST_SAMPLES, VERSION, Link, Quorum
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
 from pfl_lightning.methods.fedlaw import FedLAW
@@ -209,7 +212,7 @@ def test_a_site_that_does_not_fit_is_refused_in_a_sentence(tmp_path, change, wor
 def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
     link = Link(grid_of(make, tmp_path), 4, "0" * 16)
 
-    def greets(node: int, client: int, inputs: str) -> None:
+    def greets(node: int, client: int, **inputs: str) -> None:
         clients = {client: {"train": 8, "val": 0, "test": 4}}
         link._heard(
             node,
@@ -218,7 +221,7 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
                     "hello": {
                         "version": VERSION,
                         "initial": "0" * 16,
-                        "inputs": inputs,
+                        "settings": {f"data.{name}": text for name, text in inputs.items()},
                         "secret": "",
                         "clients": clients,
                         "new": {},
@@ -227,11 +230,55 @@ def test_a_site_that_makes_other_inputs_than_the_first_is_refused(tmp_path):
             ),
         )
 
-    greets(11, 0, "categories=a classes=c")
+    greets(11, 0, categories="a", classes="c")
     with pytest.warns(UserWarning, match=r"node 12 is refused: its data\.categories, data\.scales makes other inputs"):
-        greets(12, 1, "categories=b classes=c scales=d")
-    greets(12, 2, "categories=a classes=c")
+        greets(12, 1, categories="b", classes="c", scales="d")
+    greets(12, 2, categories="a", classes="c")
     assert sorted(link.sizes) == [0, 2]
+
+
+CLAIM = 2**31 - 1
+
+
+def overstating(grid):
+    """Have client 0 claim as many samples as a client may, in its greeting and in its updates."""
+
+    def spoil(node, kind, content):
+        if node == 11 and kind == "query":
+            rewrite(content, lambda records: records["hello"]["clients"][0].update(train=CLAIM))
+        if node == 11 and kind == "train":
+            rewrite(content, lambda records: records["0/update"].update(num_samples=torch.tensor(CLAIM)))
+
+    grid.spoil = spoil
+    return grid
+
+
+@pytest.mark.parametrize("keys", [None, {"key of 11": {0: MOST_SAMPLES, 2: 99}, "key of 12": {1: 99, 3: 99}}])
+def test_a_claim_that_outweighs_all_others_is_told_by_name(tmp_path, keys):
+    make, spy = partial(make_client, FedAvg), Spy()
+    with pytest.warns(UserWarning, match=f"client 0 claims {CLAIM} of all .* a share of 1.000, .* max-samples") as told:
+        run = deploy(overstating(grid_of(make, tmp_path)), make, callbacks=[spy], serving={"keys": keys}, max_rounds=2)
+    assert len([warning for warning in told if "claims" in str(warning.message)]) == 1
+    # it is true: the model is that client's
+    for name, tensor in spy.updates[-1][0]["weights"].items():
+        assert torch.allclose(run.weights[name], tensor, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "serving"),
+    [
+        (lambda grid: grid, {}, {}),
+        (overstating, {"aggregator": WeightedAverage(weighting="uniform")}, {}),
+        # the server's operator has set the bound
+        (overstating, {}, {"keys": {"key of 11": {0: CLAIM, 2: 99}, "key of 12": {1: 99, 3: 99}}}),
+    ],
+)
+def test_claims_that_decide_nothing_are_not_told(tmp_path, spoil, settings, serving):
+    make = partial(make_client, FedAvg)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        deploy(spoil(grid_of(make, tmp_path)), make, serving=serving, max_rounds=1, **settings)
+    assert not [warning for warning in told if "claims" in str(warning.message)]
 
 
 class Lone(Blobs):

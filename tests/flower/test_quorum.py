@@ -12,10 +12,11 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import deploy, grid_of
 from local_grid import LocalGrid
 
-from federations import Pause, blobs, equal, fit, load, make_client, noisy
+from federations import Pause, blobs, equal, fit, load, make_client, make_trainer, noisy
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.flower import link, progress
 from pfl_lightning.flower.link import Quorum
+from pfl_lightning.flower.server_app import check_quorum
 from pfl_lightning.flower.wire import pack
 from pfl_lightning.methods import FedAvg, FedDyn, FedPer
 from pfl_lightning.privacy import DPAverage, SecureSum
@@ -276,7 +277,14 @@ def test_a_client_that_leaves_in_a_round_has_a_last_node(tmp_path):
 
     def greets(*clients):
         sizes = {client: {"train": 8, "val": 0, "test": 4} for client in clients}
-        hello = {"version": link.VERSION, "initial": "0" * 16, "inputs": "", "secret": "s", "clients": sizes, "new": {}}
+        hello = {
+            "version": link.VERSION,
+            "initial": "0" * 16,
+            "settings": {},
+            "secret": "s",
+            "clients": sizes,
+            "new": {},
+        }
         made._heard(11, pack({"hello": hello}))
 
     greets(0, 2)
@@ -319,6 +327,12 @@ def test_settings_out_of_range_are_refused(settings, words):
         (Quorum(min_available=3), {"aggregator": "FedDyn"}, "min-available=3 .* DynamicAverage"),
         (Quorum(late_rounds=1), {"secure_sum": SecureSum()}, "late-rounds=1 .* trainer.secure_sum"),
         (Quorum(late_rounds=1), {"aggregator": DPAverage(noise_multiplier=1.0, clip=1.0)}, "late-rounds=1 .* privacy"),
+        (
+            Quorum(min_results=1),
+            {"aggregator": DPAverage(noise_multiplier=1.0, clip=1.0)},
+            "min-results=1 .* DPAverage",
+        ),
+        (Quorum(min_results=0.9), {"aggregator": DPAverage(noise_multiplier=1.0, clip=1.0)}, "results=0.9 .* take 1.0"),
     ],
 )
 def test_a_quorum_that_the_server_side_does_not_allow_is_refused(tmp_path, quorum, deployed, words):
@@ -329,3 +343,10 @@ def test_a_quorum_that_the_server_side_does_not_allow_is_refused(tmp_path, quoru
     with pytest.raises(MisconfigurationException, match=words):
         deploy(grid, own, serving={"quorum": quorum}, **deployed)
     assert grid.asked == []
+
+
+@pytest.mark.parametrize("results", [1.0, 4, 9])
+def test_a_guarantee_takes_a_quorum_of_all(results):
+    """Where nobody's update comes in another's place, whoever answers first."""
+    private = DPAverage(noise_multiplier=1.0, clip=1.0)
+    check_quorum(Quorum(min_results=results), make_trainer(), make_client(), private, 4)

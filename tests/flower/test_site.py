@@ -194,16 +194,15 @@ def test_sites_tell_by_a_fingerprint_whether_they_make_the_same_inputs():
     sexes = WORDS["categories"]["sex"]
 
     def told(client: int, **settings: Any) -> dict[str, str]:
-        agreed = Site(clinic(table_of(*SITES[client]), **settings), [client]).agreed
-        return dict(part.split("=") for part in agreed.split())
+        return Site(clinic(table_of(*SITES[client]), **settings), [client]).inputs
 
     by_client = {"classes": WORDS["classes"], "preprocessing": Preprocessing(by="client", vocabulary={"sex": sexes})}
     for settings in (WORDS, {**WORDS, "standardize": "client"}, by_client):
         # fitted on each client's own rows, and so no matter of others
         assert told(0, **settings) == told(1, **settings)
     turned = {**WORDS, "categories": {"sex": sexes[::-1]}}
-    assert {name for name, each in told(0, **turned).items() if each != told(1, **WORDS)[name]} == {"categories"}
-    assert told(0, **WORDS)["standardize"] != told(0, **WORDS, standardize={"age": [50, 10]})["standardize"]
+    assert {name for name, each in told(0, **turned).items() if each != told(1, **WORDS)[name]} == {"data.categories"}
+    assert told(0, **WORDS)["data.standardize"] != told(0, **WORDS, standardize={"age": [50, 10]})["data.standardize"]
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,7 @@ Source: Ogier du Terrail et al., FLamby: Datasets and Benchmarks for Cross-Silo 
 """
 
 import csv
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -142,6 +142,11 @@ class FedHeartDisease(OwnedData):
         if self.standardize is None:
             return "nothing"
         return "each client" if self.standardize == "client" else "all clients"
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Return names of classes and the way to standardize, as `FederatedDataModule.agreed`."""
+        return super().agreed | {"standardize": self.standardize}
 
 
 def splits_of(ill: NDArray[np.int64]) -> list[str]:

@@ -60,6 +60,22 @@ def settings_of(
         data: the clients' data.
         rounds: the Trainer's settings, from `rounds_of`.
     """
+    return {
+        **client_settings(architectures, rounds),
+        **flat("aggregator", aggregator),
+        **flat("data", data),
+        # One value, or a run with a change and one without would have no name in common.
+        "data.input_drift": [str(drift) for drift in data.input_drift or ()],
+    }
+
+
+def client_settings(architectures: Sequence[ClientModule], rounds: Settings) -> Settings:
+    """Return the settings of rounds and of client modules.
+
+    Args:
+        architectures: a client module per architecture, the configured one first.
+        rounds: the Trainer's settings, from `rounds_of`.
+    """
     client = architectures[0]
     own = {name: value for name, value in client.hparams.items() if name not in BUILT}
     return {
@@ -69,10 +85,6 @@ def settings_of(
         **flat("model.task", {k: v for k, v in plain_task(client.task)["init_args"].items() if k != "metrics"}),
         "model.net": "\n".join(str(module.net) for module in architectures),
         **optimizer_of(client.configured()),
-        **flat("aggregator", aggregator),
-        **flat("data", data),
-        # One value, or a run with a change and one without would have no name in common.
-        "data.input_drift": [str(drift) for drift in data.input_drift or ()],
     }
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
-from pfl_lightning.client.common import common_parameters, personal_entries, whole_model
+from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
 from pfl_lightning.contract.guarantee import learns_without_noise, without_noise
 from pfl_lightning.contract.pairing import check_task
@@ -27,6 +27,7 @@ from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.flower.export import CONFIG, keep_model
 from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
+from pfl_lightning.flower.greeting import fingerprint, settings_told
 from pfl_lightning.flower.journal import Again, Journal
 from pfl_lightning.flower.link import VERSION, failure, initial_of
 from pfl_lightning.flower.masks import Party
@@ -34,8 +35,8 @@ from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.flower.sums import data, tensor
-from pfl_lightning.flower.template import Refused
-from pfl_lightning.flower.wire import pack, unpack
+from pfl_lightning.flower.template import Refused, Spec, check_received
+from pfl_lightning.flower.wire import pack, unpack, unpack_as_sent
 from pfl_lightning.messages import Message, Restored
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.privacy.noise import secure_seed
@@ -63,6 +64,7 @@ JOB = {
     "live": "",
     "once": "",
     "name": "",
+    "settings": "",
     "sum": "",
     "most": 0,
     "agreement": "",
@@ -122,6 +124,11 @@ class Worker:
         # before any training, as the server compares this with its own models
         self.initial = initial_of(self.modules)
         self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]
+        self._shared = [
+            {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in shared_entries(module, own).items()}
+            for module in self.modules
+            for own in [module.state_dict()]
+        ]
 
     @cached_property
     def engines(self) -> list[Engine]:
@@ -150,7 +157,7 @@ class Worker:
         return {"first": {"values": pieces(values), "clients": clients, "agreed": bool(had)}}
 
     def hello(self, content: RecordDict) -> Records:
-        """Return the site's greeting: version, fingerprints, the folder's secret, and clients' sample counts.
+        """Return the site's greeting: version, initial model, settings, the folder's secret, and numbers of samples.
 
         Raises:
             Refused: if the site's inputs depend on rows of other sites.
@@ -166,9 +173,21 @@ class Worker:
         if self.config:
             with written(self.states.folder / CONFIG) as partial:
                 partial.write_text(self.config, encoding="utf-8")
-        greeting = {"version": VERSION, "initial": self.initial, "inputs": self.site.agreed}
+        greeting = {"version": VERSION, "initial": self.initial, "settings": self.settings}
         clients = {"clients": self.site.sizes(), "new": self.site.joining()}
         return {"hello": {**greeting, "secret": self.states.secret(), **clients}}
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return the site's settings that decide a guarantee or a result, and fingerprints of those that make inputs.
+
+        A server has the first part of its own, and compares the second from site to site.
+        """
+        return self._settings | self.site.inputs
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return settings_told(self.trainer, self.modules, self.aggregator, self.site.data)
 
     @property
     def summing(self) -> SecureSum | None:
@@ -406,12 +425,15 @@ class Worker:
         if row["name"]:
             self.site.join(client, row["name"])
         samples = self.site.client(client)
+        # its files and flags may have changed, or its SuperNode may have been started again unseen
+        if row["settings"] != fingerprint(self.settings):
+            raise Refused(f"client {client}: its site has other settings than in its greeting.")
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
         begun = ClientState(self._personal[row["architecture"]])
         # with the token, as the next version is written beside the version of this token
         state = replace(self.states.load(client, row["kept"]), kept=row["kept"]) if row["kept"] else begun
-        payload, once = unpack(content, f"{client}/payload"), row["once"].split()
+        payload, once = self._payload(content, client, row["architecture"]), row["once"].split()
         # an entry that travels once comes with the payload or from the kept state
         if lost := sorted(set(once) - payload.keys() - state.once.keys()):
             raise Refused(f"client {client}: its site has no {' and '.join(lost)}, which the server sends once.")
@@ -431,6 +453,15 @@ class Worker:
                 "site doesn't cover."
             )
         return () if learns_without_noise(self.modules[row["architecture"]]) else splits
+
+    def _payload(self, content: RecordDict, client: int, architecture: int) -> Message:
+        """Return a client's payload, in no more memory than came, if the site's own method can have one like it."""
+        shared, entries = self._shared[architecture], self.modules[architecture].needs | self.aggregator.sends
+        source = f"{type(self.modules[architecture]).__name__} with {self.aggregator.name}"
+        payload: Message = unpack_as_sent(
+            content, f"{client}/payload", lambda outline: check_received(outline, shared, entries, source)
+        )
+        return payload
 
 
 def guards(trainer: FederatedTrainer, aggregator: Aggregator) -> str:

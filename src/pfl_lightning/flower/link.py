@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from reprlib import repr as shown
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from flwr.app import Message, MessageType, RecordDict
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data.client_names import client_label
 from pfl_lightning.flower.first_exchange import TOLD, FirstExchange, pieces
+from pfl_lightning.flower.greeting import check_settings, fingerprint
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
@@ -33,10 +35,10 @@ VERSION = version("pfl-lightning")
 MOST_SAMPLES = 1 << 31
 """Largest number of samples of a client in one split."""
 SIZES = {"train": 0, "val": 0, "test": 0}
-HELLO = {"version": "", "initial": "", "inputs": "", "secret": "", "clients": {0: SIZES}, "new": {str: SIZES}}
-"""Template of a site's greeting: version, fingerprints of the initial model and of the settings that make inputs of
-rows, a secret by which the site is known after a restart, and sample counts by client and split, of clients with a name
-that the app doesn't have by this name."""
+HELLO = {"version": "", "initial": "", "settings": {str: str}, "secret": "", "clients": {0: SIZES}, "new": {str: SIZES}}
+"""Template of a site's greeting: version, fingerprint of the initial model, settings that decide a guarantee or a
+result, a secret by which the site is known after a restart, and sample counts by client and split, of clients with a
+name that the app doesn't have by this name."""
 LONGEST = 100
 """Largest number of characters in the name of a client that joins."""
 Keys: TypeAlias = Mapping[str, Mapping[int | str, int]]
@@ -143,6 +145,7 @@ class Link:
         cohort: number of clients in a full round; None is all.
         most: largest number of clients, with those that join by name; 0 is the number of clients.
         first: the exchange before the first round; None for none.
+        settings: the server's settings, from `settings_told`, which sites must have too.
     """
 
     def __init__(
@@ -158,11 +161,12 @@ class Link:
         cohort: int | None = None,
         most: int = 0,
         first: FirstExchange | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.names = list(names)
         """Names by id; the server's data module has the same list, and adds the clients that join."""
         self.grid, self.founders, self.initial, self.keys = grid, clients, initial, keys
-        self.most, self.first = most or clients, first
+        self.most, self.first, self.settings = most or clients, first, settings
         self.timeout, self.poll = timeout, poll
         self.quorum, self.cohort = quorum or Quorum(), cohort or clients
         self.sizes: dict[int, dict[str, int]] = {}
@@ -183,6 +187,8 @@ class Link:
         """Whether replies are fetched one after another, so that no two large ones are in memory at once."""
         self.on_look: Callable[[], None] = lambda: None
         """Called at each look for replies, in the thread of the server."""
+        self.bounded: set[int] = set()
+        """Clients for which the server's list sets a largest number of samples."""
         self._node_of: dict[int, int] = {}
         # also of clients that have left, whose answers of before still count
         self._last_node: dict[int, int] = {}
@@ -191,8 +197,8 @@ class Link:
         self._lost: dict[int, float] = {}
         self._kept: dict[int, tuple[int, RecordDict]] = {}
         self._greeted: set[int] = set()
-        # of the first site, as the server may have no rows of its own
-        self._inputs: tuple[int, str] | None = None
+        # by node; the first site's say how rows become inputs, as the server may have no rows of its own
+        self._settings_of: dict[int, Mapping[str, str]] = {}
         self._sent: dict[str, Sent] = {}
         # greetings with unknown names, which count from the next round on
         self._waiting: dict[int, tuple[list[str], RecordDict]] = {}
@@ -339,6 +345,14 @@ class Link:
         """Return the id of a client's last known node; a KeyError means that no node has claimed the client."""
         return self._last_node[client]
 
+    def greeted_with(self, client: int) -> str:
+        """Return a fingerprint of the settings in the greeting of a client's site."""
+        return fingerprint(self._settings_of[self.node(client)])
+
+    def greet_again(self, client: int) -> None:
+        """Greet a client's site at the next look: its SuperNode may have been started again unseen."""
+        self._greeted.discard(self.node(client))
+
     def sites(self) -> list[dict[str, Any]]:
         """Return the nodes with clients: id, clients, whether connected, and the time of the last connection."""
         nodes: dict[int, list[int]] = {}
@@ -477,13 +491,16 @@ class Link:
         try:
             check_failure(content)
             # a greeting has no tensors, so that not one byte of tensors is read from an unknown node
-            hello = unpack(content, "hello", HELLO, self.clients, limit=0)
-            if hello["version"] != VERSION:
+            hello = unpack(content, "hello", limit=0)
+            # before the form, which another version may have changed
+            if isinstance(hello, dict) and hello.get("version", VERSION) != VERSION:
                 raise Refused(f"it has pfl-lightning {shown(hello['version'])} and the server {VERSION}.")
+            hello = unpack(content, "hello", HELLO, self.clients, limit=0)
             # personal parameters never travel, and would differ from the start
             if hello["initial"] != self.initial:
                 raise Refused("its initial model is another than the server's; give both the same versions of torch.")
-            self._check_inputs(hello["inputs"])
+            first = next(iter(self._settings_of.items()), (node, hello["settings"]))
+            check_settings(hello["settings"], self.settings, first)
             key, secret = self._nodes().get(node, ""), hello["secret"]
             own = {name: sizes for name, sizes in hello["new"].items() if name in self.names}
             claimed = hello["clients"] | {self.names.index(name): sizes for name, sizes in own.items()}
@@ -495,12 +512,16 @@ class Link:
         except Refused as refusal:
             self.refusals[node] = str(refusal)
             rank_zero_warn(f"node {node} is refused: {refusal}")
+            # a site that comes back with other settings takes part no longer
+            for client in [client for client, other in self._node_of.items() if other == node]:
+                self._forget_messages(client)
+                del self._node_of[client]
             return
         self.refusals.pop(node, None)
         self._waiting.pop(node, None)
         if new:
             self._waiting[node] = new, content
-        self._inputs = self._inputs or (node, hello["inputs"])
+        self._settings_of[node] = hello["settings"]
         # a restarted site may have fewer clients than before, and the others may turn up at another site
         for client in [client for client, other in self._node_of.items() if other == node]:
             if client not in claimed:
@@ -511,6 +532,8 @@ class Link:
             if self._node_of.get(client) != node:
                 self._forget_messages(client)
             self._node_of[client], self._key_of[client], self._secret_of[client] = node, key, secret
+            if cast(int, self._most(client, permitted)) < MOST_SAMPLES:
+                self.bounded.add(client)
             self.sizes[client], self._last_node[client] = sizes, node
             self._lost.pop(client, None)
         if claimed:
@@ -525,23 +548,11 @@ class Link:
                 sent.clients.remove(client)
         self._sent = {name: sent for name, sent in self._sent.items() if sent.clients or sent.round == 0}
 
-    def _check_inputs(self, inputs: str) -> None:
-        """Refuse a node that makes other inputs or class numbers of the same rows than the first node.
-
-        Args:
-            inputs: the greeting's fingerprints by the setting's name.
-
-        Raises:
-            Refused: with the settings that differ.
-        """
-        if self._inputs is None or self._inputs[1] == inputs:
-            return
-        node, first = self._inputs
-        names = sorted({each.partition("=")[0] for each in set(inputs.split()) ^ set(first.split())})
-        raise Refused(
-            f"its data.{plain(', data.'.join(names), 100)} makes other inputs or classes of the same rows than that of "
-            f"node {node}; give all sites the same."
-        )
+    def _most(self, client: int, permitted: Mapping[int | str, int] | None) -> int | None:
+        """Return the largest number of samples that a client may claim; None if the node may not have the client."""
+        if permitted is None:
+            return MOST_SAMPLES
+        return permitted.get(client, permitted.get(self.names[client] if client < len(self.names) else client))
 
     def _check_new(
         self, new: Sequence[str], sizes: Mapping[str, dict[str, int]], permitted: Mapping[int | str, int] | None
@@ -586,8 +597,7 @@ class Link:
         Raises:
             Refused: with the reason.
         """
-        name = self.names[client] if client < len(self.names) else client
-        most = MOST_SAMPLES if permitted is None else permitted.get(client, permitted.get(name))
+        most = self._most(client, permitted)
         if most is None:
             raise Refused(
                 f"it says that it has client {self.label(client)}, which the server's list gives to another key."

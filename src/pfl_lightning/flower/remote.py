@@ -300,6 +300,7 @@ class Remote(Engine):
             reason: the reason for the record.
         """
         self.refusals[client] = str(reason).removesuffix(".") or "it gave no reason"
+        self.link.greet_again(client)
         return Outcome(client, {}, ClientState(), {}, True, {}, 0.0, self.refusals[client])
 
     def _count_seconds(self, outcome: Outcome) -> None:
@@ -437,6 +438,7 @@ class Remote(Engine):
                 "live": " ".join(sorted(live.get(client, set()))),
                 # a site learns the id of its new client by this
                 "name": self.link.names[client] if client >= self.link.founders else "",
+                "settings": self.link.greeted_with(client),
             }
             for client, job in asked.items()
         }

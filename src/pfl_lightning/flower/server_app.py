@@ -11,11 +11,12 @@ from flwr.serverapp import Grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.client import ClientModule
 from pfl_lightning.contract.guarantee import learns_without_noise
@@ -25,6 +26,7 @@ from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.client_app import guards
 from pfl_lightning.flower.first_exchange import FirstExchange, check_kinds
+from pfl_lightning.flower.greeting import settings_told
 from pfl_lightning.flower.link import Keys, Link, Quorum, initial_of
 from pfl_lightning.flower.progress import Progress
 from pfl_lightning.flower.remote import Remote
@@ -51,6 +53,7 @@ class States(FederatedCallback):
     def __init__(self, link: Link, patience: float, together: bool = False) -> None:
         self._link, self._patience, self._together = link, patience, together
         self._federation: Federation | None = None
+        self._told_of: set[int] = set()
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
         self._run_name = secrets.token_hex(8)
@@ -118,6 +121,26 @@ class States(FederatedCallback):
             federation.options.cohort.sizes = sizes
             federation.trained["sizes"] = [sizes[client] or size for client, size in enumerate(known)]
             federation.trained["partition"] = fingerprint(federation.data)
+        if any("num_samples" in part.needs for part in parts_of(federation.aggregator)):
+            self._warn_of_weight(sizes, federation.aggregator.name)
+
+    def _warn_of_weight(self, sizes: Mapping[int, int], aggregator: str) -> None:
+        """Warn, once per client, of a claimed number of samples that outweighs all others.
+
+        Args:
+            sizes: claimed numbers of training samples by client; 0 of those without a site.
+            aggregator: the name of the server side that weighs by them.
+        """
+        client = outweighing(sizes)
+        if client is None or client in self._told_of or client in self._link.bounded:
+            return
+        self._told_of.add(client)
+        total = sum(sizes.values())
+        rank_zero_warn(
+            f"client {self._link.label(client)} claims {sizes[client]} of all {total} training samples, a share of "
+            f"{sizes[client] / total:.3f}, which nothing proves, and {aggregator} weighs updates by such claims; give "
+            "keys with max-samples, or take weighting=uniform."
+        )
 
     def _take_in(self, federation: Federation) -> None:
         """Give newcomers their ids."""
@@ -234,7 +257,8 @@ def serve(
         )
     # making the further nets of a list must leave the run's random numbers as they are
     with isolate_rng():
-        initial = initial_of(client.architectures())
+        modules = client.architectures()
+    initial = initial_of(modules)
     quorum = quorum or Quorum()
     check_quorum(quorum, trainer, client, aggregator, data.num_clients)
     if together:
@@ -248,7 +272,11 @@ def serve(
         first = FirstExchange(first_exchange, quorum.min_available or data.num_clients, classes, ckpt_path is not None)
     cohort = trainer.rounds.cohort_size(data.num_clients)
     keys_now = keys if keys is None or callable(keys) else lambda: keys
-    link = Link(grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first)
+    trainer.rounds = replace(trainer.rounds, example_privacy=private)
+    told = settings_told(trainer, modules, aggregator or client.configure_aggregator(), data)
+    link = Link(
+        grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first, told
+    )
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, link.names, max_clients)
     progress, states = Progress(link, status, ckpt_path), States(link, patience, together)
@@ -272,13 +300,29 @@ def serve(
         )
         return [engine for _ in modules]
 
-    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
+    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False)
     # before other callbacks, which may read the round's metrics
     trainer.callbacks[:0] = [states, progress]  # type: ignore[attr-defined]
     with progress.ending():
         link.wait(patience)
         trainer.fit(client, datamodule=data, aggregator=aggregator, ckpt_path=ckpt_path)
     return cast(Federation, trainer.lightning_module)
+
+
+def outweighing(sizes: Mapping[int, int]) -> int | None:
+    """Return the client with more than half of all samples, or of two clients with more than three quarters.
+
+    Beyond half, a mean by samples is nearer to this client's model than to that of all others; of two clients one has
+    half or more anyway.
+
+    >>> outweighing({0: 90, 1: 20, 2: 30}), outweighing({0: 60, 1: 40}), outweighing({0: 60, 1: 0})
+    (0, None, None)
+
+    Args:
+        sizes: numbers of samples by client.
+    """
+    total, clients = sum(sizes.values()), sum(size > 0 for size in sizes.values())
+    return next((client for client, size in sizes.items() if size > total * max(0.5, 1.5 / max(clients, 1))), None)
 
 
 def check_quorum(
@@ -307,6 +351,14 @@ def check_quorum(
         raise MisconfigurationException(
             f"min-available={least} lets clients join after the first round, and {reason} needs all clients' numbers "
             "of samples before; take 0, which is all clients."
+        )
+    cohort = trainer.rounds.cohort_size(clients)
+    share = quorum.min_results / cohort if is_count(quorum.min_results) else quorum.min_results
+    # who answers first would push others out of the sum: one client would change it by more than its own bounded update
+    if share < 1 and any(part.guarantee for part in parts_of(server)):
+        raise MisconfigurationException(
+            f"min-results={quorum.min_results} ends a round of {cohort} clients without the slow ones, which the "
+            f"guarantee of aggregator {server.name} doesn't cover; take 1.0, which is all."
         )
     private = server.guarantee or trainer.rounds.example_privacy is not None
     if quorum.late_rounds and (private or trainer.rounds.secure_sum is not None):

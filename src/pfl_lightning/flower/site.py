@@ -1,7 +1,5 @@
 """A site's clients under their ids in the federation, and the site's limits on updates for the server."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -11,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
 from pfl_lightning.data.client_names import client_id
+from pfl_lightning.flower.greeting import fingerprint
 from pfl_lightning.flower.remote_data import check_drift
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.messages import Message
@@ -172,12 +171,9 @@ class Site:
         return self.data.size(self._local(client), split)
 
     @property
-    def agreed(self) -> str:
+    def inputs(self) -> dict[str, str]:
         """Return a fingerprint of each setting that decides how rows become inputs, equal at all sites."""
-        return " ".join(
-            f"{name}={hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()}"
-            for name, value in sorted(self.data.agreed.items())
-        )
+        return {f"data.{name}": fingerprint(value) for name, value in self.data.agreed.items()}
 
     def local(self, client: int) -> int | str:
         """Return a client's name in the site's data, or its id there where the data name no clients."""

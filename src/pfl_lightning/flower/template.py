@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any
@@ -219,6 +219,37 @@ def norms(record: Any, base: Any) -> list[float]:
         beside = base if isinstance(base, list | tuple) and len(base) == len(record) else [None] * len(record)
         return [norm for part, other in zip(record, beside, strict=True) for norm in norms(part, other)]
     return []
+
+
+def check_received(payload: Any, shared: Mapping[str, Spec], entries: Collection[str], source: str) -> None:
+    """Refuse a payload that isn't one of the method, by what a site's own client module and aggregator say.
+
+    Of entries beside ``weights`` the names alone are known: a server may send one model or one for each client.
+
+    Args:
+        payload: the payload, with `Spec` in the place of tensors.
+        shared: the entries of the model that travel. A server may send floats of another type.
+        entries: names of entries that the method's payloads may have.
+        source: the method's client and server side, for the error.
+
+    Raises:
+        Refused: with the first entry that differs.
+    """
+    check_type(payload, dict, "payload")
+    if strange := [name for name in payload if name not in entries]:
+        raise Refused(
+            f"the server sends {shown(strange[0])}, which {source} doesn't have in its payloads; give both the same "
+            "method."
+        )
+    if "weights" not in payload:
+        return
+    check_type(payload["weights"], dict, "payload.weights")
+    like = dict(shared)
+    for name, own in shared.items():
+        given = spec_of(payload["weights"].get(name))
+        if given is not None and given.dtype.is_floating_point and own.dtype.is_floating_point:
+            like[name] = Spec(given.dtype, own.shape)
+    check(payload["weights"], like, where="payload.weights")
 
 
 def check_counts(update: Message, samples: int, noisy: bool = False) -> None:

@@ -11,7 +11,8 @@ import mmap
 import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
@@ -119,16 +120,8 @@ def unpack(
     Raises:
         Refused: if the message has no such record, or the record can't be read or breaks a rule.
     """
-    try:
-        data = sent_bytes(content)
-        if RECORD + name not in content.config_records:
-            raise Refused(f"the message has no record {name}.")
-        tree = content.config_records[RECORD + name]["tree"]
-        # before JSON is read: a short text may stand for a great many objects
-        room = TREE_BYTES if like is None else min(TREE_BYTES, room_for(like, keys))
-        if not isinstance(tree, str) or len(tree) > room:
-            raise Refused(f"{name}: names and nesting are no text of at most {room} characters.")
-        record = decode(json.loads(tree), len(data))
+    with readable(name):
+        record, data = outline(content, name, TREE_BYTES if like is None else room_for(like, keys))
         # tensors may share bytes, so that a small message could claim any amount of memory
         if (size := sum(num_bytes(spec) for spec in specs(record))) > limit:
             raise Refused(f"{name} has {size} bytes, and may have {limit}.")
@@ -138,11 +131,72 @@ def unpack(
         if like is not None:
             check_finite(record, name)
         return record
+
+
+def unpack_as_sent(content: "RecordDict", name: str, check_outline: Callable[[Any], None]) -> Any:
+    """Return a record of a message in no more memory than the record's bytes in the message.
+
+    Tensors of the same bytes share their memory, so that nobody may write into them.
+
+    Args:
+        content: the message's content.
+        name: the record's name.
+        check_outline: refuses the record with a `Spec` in the place of each tensor, before a tensor is made.
+
+    Raises:
+        Refused: if the message has no such record, the record can't be read, or tensors overlap, as in none of `pack`.
+    """
+    with readable(name):
+        record, data = outline(content, name, TREE_BYTES)
+        check_outline(record)
+        spans = sorted({(spec.start, spec.start + num_bytes(spec)) for spec in specs(record) if num_bytes(spec)})
+        # with overlaps allowed, few bytes would stand for any number of tensors
+        if any(start < end for (_, end), (start, _) in pairwise(spans)):
+            raise Refused(f"{name} has tensors that overlap in the message's bytes.")
+        parts = {start: bytearray().join(data.parts(start, end - start)) for start, end in spans}
+
+        def shared(spec: Spec) -> Tensor:
+            check_truth(spec, data)
+            return tensor_in(parts[spec.start] if num_bytes(spec) else bytearray(), spec)
+
+        return replaced(shared, record)
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turn any error of reading a record into a refusal.
+
+    Args:
+        name: the record's name.
+    """
+    try:
+        yield
     except Refused:
         raise
     except Exception as error:
         # any kind of error, since a sender decides which: deep brackets, for one, raise RecursionError
         raise Refused(f"{name} can't be read ({type(error).__name__}: {shown(str(error))}).") from error
+
+
+def outline(content: "RecordDict", name: str, room: int) -> tuple[Any, "Pieces"]:
+    """Return a record with a `Spec` in the place of each tensor, and the bytes of the message's tensors.
+
+    Args:
+        content: the message's content.
+        name: the record's name.
+        room: largest number of characters of the record's nesting, of `TREE_BYTES` at most.
+
+    Raises:
+        Refused: if the message has no such record, or the nesting has another form.
+    """
+    data = sent_bytes(content)
+    if RECORD + name not in content.config_records:
+        raise Refused(f"the message has no record {name}.")
+    tree, room = content.config_records[RECORD + name]["tree"], min(TREE_BYTES, room)
+    # before JSON is read: a short text may stand for a great many objects
+    if not isinstance(tree, str) or len(tree) > room:
+        raise Refused(f"{name}: names and nesting are no text of at most {room} characters.")
+    return decode(json.loads(tree), len(data)), data
 
 
 def on_disk(record: Any, folder: Path) -> Any:
@@ -468,7 +522,11 @@ def made(record: Any, data: Pieces) -> Any:
 def tensor_of(spec: Spec, data: Pieces) -> Tensor:
     """Return a tensor of a message in new memory; arguments and errors as for `made`."""
     check_truth(spec, data)
-    own = bytearray().join(data.parts(spec.start, num_bytes(spec)))
+    return tensor_in(bytearray().join(data.parts(spec.start, num_bytes(spec))), spec)
+
+
+def tensor_in(own: bytearray, spec: Spec) -> Tensor:
+    """Return a tensor that lies in some bytes."""
     # frombuffer refuses an empty buffer
     if not own:
         return torch.empty(spec.shape, dtype=spec.dtype)

@@ -328,13 +328,14 @@ class ChatData(OwnedData):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """Return digests of tokenizer and chat template, as `FederatedDataModule.agreed`."""
+        """Return digests of tokenizer and chat template, and what the loss is on, as `FederatedDataModule.agreed`."""
         # a module from a checkpoint alone has no tokenizer
         if not hasattr(self, "chat_template"):
             return super().agreed
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         parts = {"tokenizer": vocabulary, "chat_template": self.chat_template}
-        return super().agreed | {n: hashlib.sha256(text.encode()).hexdigest()[:16] for n, text in parts.items()}
+        cut = {"loss_on": self.loss_on, "packing": self.packing}
+        return super().agreed | cut | {n: hashlib.sha256(text.encode()).hexdigest()[:16] for n, text in parts.items()}
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Return the token numbers of a prompt, up to where the assistant's answer begins.
