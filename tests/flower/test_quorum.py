@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import deploy, grid_of
+from deployments import deploy, grid_of, rewrite
 from local_grid import LocalGrid
 
 from federations import Pause, blobs, equal, fit, load, make_client, noisy
@@ -88,7 +88,9 @@ class Durations(FederatedCallback):
         self.seconds.append(self.clock.now - self.begun)
 
 
-def timed(tmp_path, clock, count, seconds, method=make, rounds=2, dies=None, joins=None, serving=None, **settings):
+def timed(
+    tmp_path, clock, count, seconds, method=make, rounds=2, dies=None, joins=None, serving=None, spoil=None, **settings
+):
     """A deployment of sites with a client each, and the seconds of its rounds."""
     data = partial(blobs, *[8] * count)
     settings = {"max_rounds": rounds, "evaluate": "after", **settings}
@@ -100,6 +102,7 @@ def timed(tmp_path, clock, count, seconds, method=make, rounds=2, dies=None, joi
         dies={11 + client: round for client, round in (dies or {}).items()},
         joins={11 + client: round for client, round in (joins or {}).items()},
     )
+    grid.spoil = spoil or grid.spoil
     durations = Durations(clock)
     serving = {"timeout": 600.0, "patience": 60.0, "poll": 0.5} | (serving or {})
     callbacks = [durations, *settings.pop("callbacks", [])]
@@ -157,6 +160,37 @@ def test_a_phase_ends_a_time_of_grace_after_enough_answers(tmp_path, clock, resu
         assert [row["absent"] for row in run.rows] == absent
 
 
+def fails(*nodes):
+    """Has sites tell of a failure in the place of each training and evaluation."""
+
+    def spoil(node, kind, content):
+        if node in nodes and kind in ("train", "evaluate"):
+            for name in list(content):
+                del content[name]
+            for name, record in pack({"failure": {"reason": "no such disk"}}).items():
+                content[name] = record
+
+    return spoil
+
+
+@pytest.mark.parametrize("evaluate", ["before", "after"])
+def test_a_site_that_fails_at_once_ends_no_phase_for_slower_ones(tmp_path, clock, capsys, evaluate):
+    quorum = Quorum(min_results=2, grace=1.0)
+    run, seconds, _ = timed(
+        tmp_path,
+        clock,
+        4,
+        [0.1, 0.1, 10, 11].__getitem__,
+        serving={"quorum": quorum},
+        spoil=fails(11, 12),
+        evaluate=evaluate,
+    )
+    assert [(row["clients"], row["absent"]) for row in run.rows] == [(2, "")] * 2
+    assert all(each >= 10 for each in seconds)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("round 1"))
+    assert ": 2 of 4 clients answered; refused 0: no such disk" in line
+
+
 def test_a_late_answer_counts_in_the_next_round_where_asked_for(tmp_path, clock):
     quorum = partial(Quorum, min_results=2, grace=1.0)
     seconds = [1, 1, 5]
@@ -175,6 +209,10 @@ def test_a_late_answer_counts_in_the_next_round_where_asked_for(tmp_path, clock)
 
 
 def test_a_late_answer_is_relative_to_the_payload_of_its_own_round(tmp_path, clock, capsys):
+    def spoil(node, kind, content):
+        if (node, kind) == (12, "train"):
+            rewrite(content, lambda records: next(iter(records["1/update"]["weights"].values())).add_(1000))
+
     quorum = Quorum(min_results=1, grace=0.0, late_rounds=1)
     run, _, _ = timed(
         tmp_path,
@@ -182,12 +220,13 @@ def test_a_late_answer_is_relative_to_the_payload_of_its_own_round(tmp_path, clo
         2,
         [1, 1.4].__getitem__,
         partial(make_client, FedAvg),
-        serving={"quorum": quorum, "max_norm": 1e-9},
+        serving={"quorum": quorum, "max_norm": 99.0},
+        spoil=spoil,
     )
     # refused for the norm of its change, and not for its round
-    assert [row["clients_refused"] for row in run.rows] == [1, 1]
+    assert [(row["clients"], row["clients_refused"]) for row in run.rows] == [(1, 0), (1, 1)]
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("round 2"))
-    assert "refused 1: " in line and "1e-09" in line
+    assert "refused 1: " in line and "99" in line
 
 
 def test_a_lost_site_is_waited_for_as_long_as_told(tmp_path, clock):

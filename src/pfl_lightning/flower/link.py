@@ -173,6 +173,8 @@ class Link:
         """Messages of the last phase by client, more than one where a lost site has come back."""
         self.took: dict[int, float] = {}
         """Seconds from the begin of the last phase to each client's answer."""
+        self.useless: set[int] = set()
+        """Clients whose answer of the last phase was of no use, as its reader says; it doesn't count as one."""
         self.trained: dict[int, float] = {}
         """The same of the last training, for the record: a round may have evaluations behind it."""
         self.seen: dict[int, float] = {}
@@ -276,6 +278,7 @@ class Link:
         open_, round = set(jobs), int(group)
         self.times_asked.clear()
         self.took.clear()
+        self.useless.clear()
         begun = time.monotonic()
         enough, until = self.quorum.enough(len(jobs), self.cohort), begun + self.timeout
         for client, late in self._late_answers(kind, round, open_):
@@ -317,8 +320,10 @@ class Link:
             # after the replies, as a site may have answered before it went
             open_ -= {client for client in open_ if self._is_lost(client)}
             now = time.monotonic()
-            if 0 < enough <= len(self.took):
-                until = min(until, begun + sorted(self.took.values())[enough - 1] + self.quorum.grace)
+            # a site that fails at once must not end the phase for slower ones that work
+            useful = sorted(took for client, took in self.took.items() if client not in self.useless)
+            if 0 < enough <= len(useful):
+                until = min(until, begun + useful[enough - 1] + self.quorum.grace)
             if not open_ or now >= until:
                 break
             if not heard:

@@ -75,7 +75,7 @@ class Progress(FederatedCallback):
         row, monitor = federation.metrics, federation.monitor
         absent = [int(client) for client in str(row["absent"]).split()]
         refused = {label(client): reason for client, reason in sorted(engine.refusals.items())}
-        answered = len(set(self._cohort).difference(absent))
+        answered = len(set(self._cohort).difference(absent, engine.refusals))
         parts = [f"{answered} of {len(self._cohort)} clients answered"]
         if absent:
             parts.append(f"absent {', '.join(map(label, absent))}")

@@ -183,6 +183,7 @@ class Remote(Engine):
         try:
             return self._outcome(job, content)
         except Refused as reason:
+            self.link.useless.add(job.client)
             return reason
 
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
@@ -216,6 +217,7 @@ class Remote(Engine):
                     trained[client] = outcome
                     self._count_seconds(outcome)
                 except Refused as reason:
+                    self.link.useless.add(client)
                     exchange.refused[client] = reason
             means, clipped = exchange.end(encoding, hidden, jobs[min(jobs)].payload)
             up, down = encoding.bytes_up(len(jobs), len(hidden)), encoding.bytes_down(len(jobs), len(hidden))
@@ -291,6 +293,7 @@ class Remote(Engine):
             try:
                 yield client, self._metrics(asked[client], self._answer(content, client))
             except Refused as reason:
+                self.link.useless.add(client)
                 rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
 
     def _train_ahead(self, asked: dict[int, Job], left_out: Collection[int]) -> Iterator[Evaluated]:

@@ -155,6 +155,7 @@ class Exchange:
                 self.answered(content, client)
                 yield client, read(content, client)
             except Refused as reason:
+                self.link.useless.add(client)
                 self.refused[client] = reason
                 if step == "reveal":
                     # only a warning: the client's vector is in the sum, and other clients' shares may be enough
