@@ -127,7 +127,7 @@ def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
     lines += [("site", described_site(site)) for site in told.get("sites", ())]
     if missing := told.get("without_site"):
         lines.append(("without a site", ", ".join(missing)))
-    lines += [("refused", f"node {site['node']}: {site['reason']}") for site in told.get("refused_sites", ())]
+    lines += [("refused", described_refusal(site)) for site in told.get("refused_sites", ())]
     if deployment.exit_code:
         lines.append(("go on by", "pfl-lightning flower run APP"))
     return lines
@@ -138,6 +138,12 @@ def described_site(site: Mapping[str, Any]) -> str:
     seen = "never seen" if site["seen"] is None else f"{duration(max(0.0, time.time() - site['seen']))} ago"
     state = f"connected, last seen {seen}" if site["present"] else f"lost, last seen {seen}"
     return f"clients {', '.join(site['clients'])}: {state}, node {site['node']}"
+
+
+def described_refusal(site: Mapping[str, Any]) -> str:
+    """Return the clients and the node of a refused site, and the reason."""
+    clients = f"clients {site['clients']}, " if site.get("clients") else ""
+    return f"{clients}node {site['node']}: {site['reason']}"
 
 
 def row(run: RunStatus, name: str) -> list[str]:

@@ -216,6 +216,8 @@ class Engine(ABC):
 
     may_miss_clients: ClassVar[bool] = False
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
+    trains_ahead: bool = False
+    """Whether evaluations have clients train for the coming round too, so that their time says little."""
     takes_alike: bool = False
     """Whether `evaluate_all` takes jobs that stand for several clients; see `Job.alike`."""
     absent: frozenset[int] = frozenset()

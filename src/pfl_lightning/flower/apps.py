@@ -3,6 +3,7 @@
 import logging
 import re
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
-from pfl_lightning.cli.load_config import Configured, configured
+from pfl_lightning.cli.load_config import Configured, complaint, configured
 from pfl_lightning.cli.usage import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
@@ -27,6 +28,7 @@ from pfl_lightning.flower.link import MOST_SAMPLES, Keys, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.states import StateVersions
+from pfl_lightning.flower.template import Refused
 from pfl_lightning.runs.deployment_status import ENDED, FILE, UNFINISHED, DeploymentStatus
 
 AT_SITES = """
@@ -69,6 +71,16 @@ def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
     return args + shlex.split(str(run.get("flags", "")))
 
 
+def plain_warning(message: Warning | str, *args: Any) -> str:
+    """Return a warning's line without the place in the code, where no operator has anything to mend.
+
+    Args:
+        message: the warning.
+        *args: category, file and line, as of `warnings.formatwarning`.
+    """
+    return f"pfl-lightning: warning: {' '.join(str(message).split())}\n"
+
+
 def client_app(folder: Path) -> ClientApp:
     """Return the client app, for sites, which makes all anew for each message; `pfl_lightning.resident` has another.
 
@@ -86,6 +98,7 @@ def worker_of(folder: Path, context: Context) -> Worker:
         context: Flower's settings of the run and of the node.
     """
     silence()
+    warnings.formatwarning = plain_warning
     node = context.node_config
     own = str(node.get("classes", "")).split()
     args = arguments(folder, context.run_config)
@@ -101,7 +114,11 @@ def worker_of(folder: Path, context: Context) -> Worker:
         # again after parsing, as the parser may read a name out of a text in its own way
         check_class_paths({"model": settings["model"]}, own)
 
-    cli = configured(args, check)
+    try:
+        cli = configured(args, check)
+    # the parser has told its own terminal, and the server has to hear of it too
+    except SystemExit:
+        raise Refused(wrong(args)) from None
     states = StateVersions(state_folder(node, context.node_id))
     run = context.run_config
     agrees = bool(exchange_in(run))
@@ -119,6 +136,12 @@ def worker_of(folder: Path, context: Context) -> Worker:
         cli.text(),
         context.run_id,
     )
+
+
+def wrong(args: list[str]) -> str:
+    """Return what is wrong with the settings of a command line that the parser has refused."""
+    found = complaint(args)
+    return "its settings are refused; its own log says why." if found is None else str(found)
 
 
 def state_folder(node: Mapping[str, Any], node_id: int) -> str:
@@ -156,6 +179,7 @@ def server_app(folder: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         silence()
+        warnings.formatwarning = plain_warning
         logging.getLogger("flwr").addFilter(without_traceback)
         try:
             fitted(grid, folder, context.run_config)

@@ -1,6 +1,7 @@
 """Flower's app of a site: train and evaluate the site's clients, and keep personal state on the site's disk."""
 
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.cli.errors import mistake
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
@@ -414,6 +416,10 @@ def reason(error: Exception) -> dict[str, str]:
     """Return an answer with an error's reason in one sentence; the site's log gets the whole traceback."""
     if isinstance(error, Refused):
         return {"error": str(error)}
+    # what the site's operator can mend has a sentence, inside the parser's words too
+    if sentence := mistake(error):
+        print(f"pfl-lightning: error: {sentence}", file=sys.stderr, flush=True)
+        return {"error": sentence}
     # the server gets the first 300 characters alone, and no traceback with the site's paths
     traceback.print_exception(error)
     return {"error": f"its site failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
@@ -431,7 +437,7 @@ WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
 """The work of each of Flower's types of messages."""
 
 
-def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: float) -> RecordDict:
+def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: float, clients: str = "") -> RecordDict:
     """Return the content of the answer to a message.
 
     Args:
@@ -439,14 +445,13 @@ def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: floa
         content: the message's content.
         make: returns the site's worker.
         ttl: seconds for which the server waits.
+        clients: the site's clients as its node has them, by which the server names a site that fails before it greets.
     """
     start = time.perf_counter()
     try:
         answered = pack(WORKS[kind](make(), content))
-    # a wrong setting makes the parser exit, and the server should hear of the failure all the same
-    except (Exception, SystemExit) as error:
-        traceback.print_exception(error)
-        answered = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
+    except Exception as error:
+        answered = failure(reason(error)["error"], clients)
     if time.perf_counter() - start > ttl:
         rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
     return answered
@@ -462,7 +467,8 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
 
     def answered(message: FlowerMessage, context: Context) -> FlowerMessage:
         told = message.metadata
-        content = answer(told.message_type, message.content, lambda: make(context), told.ttl)
+        clients = str(context.node_config.get("clients", ""))
+        content = answer(told.message_type, message.content, lambda: make(context), told.ttl, clients)
         return FlowerMessage(content, reply_to=message)
 
     for kind in WORKS:

@@ -181,6 +181,8 @@ class Link:
         """Time of the system's clock at which each node was last connected."""
         self.refusals: dict[int, str] = {}
         """Reason of each node whose last greeting was refused."""
+        self.claims: dict[int, str] = {}
+        """The clients of each such node, as far as it has named them."""
         self.one_by_one = False
         """Whether replies are fetched one after another, so that no two large ones are in memory at once."""
         self.on_look: Callable[[], None] = lambda: None
@@ -474,8 +476,28 @@ class Link:
             # asked for the next step, or greeted
             self._greeted -= set(first.take(node, told))
         except Refused as refusal:
-            self.refusals[node] = str(refusal)
-            rank_zero_warn(f"node {node} is refused: {refusal}")
+            self._refuse(node, content, refusal)
+
+    def _refuse(self, node: int, content: RecordDict, refusal: Refused) -> None:
+        """Note and say that a site's greeting is refused, with the clients that it claims."""
+        self.refusals[node] = str(refusal)
+        self.claims[node] = self._claimed(node, content)
+        site = f"site of clients {self.claims[node]} at " if self.claims[node] else ""
+        rank_zero_warn(f"{site}node {node} is refused: {refusal}")
+
+    def _claimed(self, node: int, content: RecordDict) -> str:
+        """Return the clients that a site has or says it has, for messages; an empty text if nobody knows."""
+        if known := [self.label(client) for client, other in sorted(self._node_of.items()) if other == node]:
+            return ", ".join(known)
+        # of another version, or of a site that lies: any part may be missing
+        with suppress(Refused, KeyError, TypeError, AttributeError):
+            if "hello" in names(content):
+                told = unpack(content, "hello", limit=0)
+                own = range(self.clients)
+                claimed = [self.label(client) if client in own else shown(client) for client in told["clients"]]
+                return plain(", ".join([*claimed, *map(str, told.get("new", ()))]), LONGEST)
+            return plain(unpack(content, "site", {"clients": ""}, limit=0)["clients"], LONGEST)
+        return ""
 
     def _heard(self, node: int, content: RecordDict) -> None:
         """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""
@@ -498,8 +520,7 @@ class Link:
             new = [name for name in hello["new"] if name not in own]
             self._check_new(new, {name: hello["new"][name] for name in new}, permitted)
         except Refused as refusal:
-            self.refusals[node] = str(refusal)
-            rank_zero_warn(f"node {node} is refused: {refusal}")
+            self._refuse(node, content, refusal)
             return
         self.refusals.pop(node, None)
         self._waiting.pop(node, None)
@@ -649,13 +670,14 @@ def initial_of(modules: Sequence[ClientModule]) -> str:
     return digest([module.state_dict() for module in modules])
 
 
-def failure(reason: str) -> RecordDict:
+def failure(reason: str, clients: str = "") -> RecordDict:
     """Return the content of a message with a reason in the place of answers.
 
     Args:
         reason: one sentence.
+        clients: the clients of the site that fails, as its own settings name them.
     """
-    return pack({"failure": {"reason": reason}})
+    return pack({"failure": {"reason": reason}, "site": {"clients": clients}})
 
 
 def check_failure(content: RecordDict) -> None:
@@ -664,5 +686,5 @@ def check_failure(content: RecordDict) -> None:
     Raises:
         Refused: with the site's reason.
     """
-    if names(content) == ["failure"]:
+    if "failure" in names(content):
         raise Refused(plain(unpack(content, "failure", {"reason": ""}, limit=0)["reason"]))

@@ -116,7 +116,10 @@ class Progress(FederatedCallback):
             **self._state,
             "sites": sites,
             "without_site": [client for client in every if client not in known],
-            "refused_sites": [{"node": str(node), "reason": reason} for node, reason in self.link.refusals.items()],
+            "refused_sites": [
+                {"node": str(node), "clients": self.link.claims.get(node, ""), "reason": reason}
+                for node, reason in self.link.refusals.items()
+            ],
         }
         # a full disk or a removed folder must not end the rounds
         with suppress(OSError):

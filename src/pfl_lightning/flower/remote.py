@@ -308,7 +308,7 @@ class Remote(Engine):
         jobs = coming(left_out)
         measured = {client: asked.pop(client) for client in jobs if client in asked}
         splits = {client: job.evaluate for client, job in measured.items()}
-        self._ahead = {}
+        self._ahead, self.trains_ahead = {}, True
         for client, content in self._ask(MessageType.TRAIN, jobs, measure=splits):
             # made in a validation, updates would be tensors that no server can change
             with torch.inference_mode(False):

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.engines import ClientState
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.runs.checkpoint_io import compare_checksums, flaw, save
+from pfl_lightning.runs.folder import NO_ROOM
 from pfl_lightning.runs.whole_files import replacing
 
 # 64 random bits, so that runs and processes need no common counter
@@ -147,8 +148,11 @@ def written(path: Path) -> Iterator[Path]:
 
     Args:
         path: the final file; an older file is replaced.
+
+    Raises:
+        MisconfigurationException: if the disk is full.
     """
-    with replacing(path) as partial:
+    with with_room(path), replacing(path) as partial:
         # made before writing, since torch.save would make a file with the umask's mode, readable for others
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -156,6 +160,20 @@ def written(path: Path) -> Iterator[Path]:
         # before the move: after a power cut the new name would else stand for an empty file
         sync(partial)
     sync(path.parent)
+
+
+@contextmanager
+def with_room(path: Path) -> Iterator[None]:
+    """Explain a full disk inside this context in a sentence for the site's operator, whom the server's may call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise MisconfigurationException(
+            f"{path.parent}: {error.strerror} at the site; make room there, and it takes part again from the next "
+            "round on."
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -53,7 +53,8 @@ class Resident:
         self.busy = True
         try:
             kind, content, state, ttl = connection.recv()
-            connection.send((answer(kind, content, lambda: self.worker(state), ttl), state))
+            clients = str(self.settings["node_config"].get("clients", ""))
+            connection.send((answer(kind, content, lambda: self.worker(state), ttl, clients), state))
         # the process that has brought the message can be killed
         except (EOFError, ConnectionError):
             pass
