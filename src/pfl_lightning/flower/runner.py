@@ -18,8 +18,16 @@ PAUSE = 5.0
 """Seconds between two questions to a SuperLink that doesn't answer, or about a run whose log has ended."""
 LOST = 5
 """Largest number of runs that may be lost one after another, without the end of a round in between."""
+UNSTARTED = 300.0
+"""Seconds in which Flower has to start a run's server's app; a busy machine takes one minute."""
 OWN_ERROR = "ServerApp failed with exception"
 """Flower's words for a server's app that has ended by an error, which another run would repeat."""
+
+
+WAITS = ("pending", "starting")
+"""Flower's words for a run whose server's app doesn't run yet."""
+UNSTARTABLE = "unstarted"
+"""Our word for a run that stays so."""
 
 
 class Runner:
@@ -71,6 +79,9 @@ class Runner:
             status, details = self._followed(number)
             if status == "finished:completed":
                 return 0
+            if status == UNSTARTABLE:
+                tell(f"run {number} is waiting: {details}")
+                return 1
             if status != "finished:failed" or (details.startswith(OWN_ERROR) and ENDED not in details):
                 tell(f"run {number} has {status.removeprefix('finished:')}: {details}")
                 return 1
@@ -112,9 +123,8 @@ class Runner:
 
     def _followed(self, number: str) -> tuple[str, str]:
         """Print what a run's server says until the run has ended; return Flower's status of the run, and its reason."""
-        told = False
+        told, printed, handed = False, False, time.monotonic()
         while True:
-            self._print_log(number)
             answer = self._asked("list")
             if answer.get("success"):
                 told = False
@@ -122,10 +132,25 @@ class Runner:
                 unknown = {"run-id": number, "status": "finished:failed", "status-details": "the SuperLink forgot it"}
                 run = next((run for run in answer["runs"] if str(run["run-id"]) == number), unknown)
                 if run["status"].startswith("finished"):
+                    if not printed:
+                        self._print_log(number)
                     return run["status"], run["status-details"]
-            elif not told:
-                tell("the SuperLink doesn't answer; it is asked again until it does.")
-                told = True
+                # the log of a run that doesn't start has no end
+                if run["status"] not in WAITS:
+                    if printed:
+                        time.sleep(PAUSE)
+                    self._print_log(number)
+                    printed = True
+                    continue
+                if time.monotonic() - handed > UNSTARTED:
+                    return UNSTARTABLE, (
+                        f"it hasn't started in {UNSTARTED:.0f} s, as Flower's flower-superexec has ended or is busy; look "
+                        "at what flower-superlink says, start it again with the same --database, and then this command."
+                    )
+            else:
+                if not told:
+                    tell("the SuperLink doesn't answer; it is asked again until it does.")
+                told, printed = True, False
             time.sleep(PAUSE)
 
     def _print_log(self, number: str) -> None:
