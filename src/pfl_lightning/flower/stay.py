@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flwr.app import Context, RecordDict
 
 from pfl_lightning.flower.apps import worker_of
 from pfl_lightning.flower.client_app import Worker, answer
+from pfl_lightning.runs.locks import is_alive
 
 IDLE = 1800.0
 """Seconds without a message after which the process ends; the next message starts another one."""
@@ -64,21 +64,10 @@ class Resident:
     def watch(self, parent: int, address: Path) -> None:
         """End this process when the node's process has ended, or after a time without messages."""
         # polled, since a process can't wait for the end of one that isn't its child
-        while runs(parent) and (self.busy or time.monotonic() - self.used < IDLE):
+        while is_alive(parent) and (self.busy or time.monotonic() - self.used < IDLE):
             time.sleep(PAUSE)
         address.unlink(missing_ok=True)
         os._exit(0)
-
-
-def runs(process: int) -> bool:
-    """Return whether a process runs; a process that has ended and whose parent hasn't looked yet doesn't."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
 
 
 def main(address: Path) -> None:
