@@ -1,5 +1,6 @@
 """Versions of clients' states, such as personal parameters, on a site's own disk between rounds."""
 
+import math
 import os
 import re
 import secrets
@@ -82,7 +83,9 @@ class StateVersions:
             sync(line.parent)
             sync(self.folder)
         if live is not None:
-            drop(line, {token, after, *live})
+            # newer ones may answer the same question, asked twice: the server may take any of the answers
+            since = math.inf if after is None else self._file(client, after).stat().st_mtime
+            drop(line, {token, after, *live}, since)
         return token
 
     def load(self, client: int, token: str) -> ClientState:
@@ -126,19 +129,21 @@ class StateVersions:
         return found
 
 
-def drop(line: Path, needed: Collection[str | None]) -> None:
+def drop(line: Path, needed: Collection[str | None], since: float = math.inf) -> None:
     """Remove versions of no further use, and files left by killed processes.
 
     Args:
         line: the folder of a line of versions.
         needed: tokens of the versions to keep.
+        since: time of the system's clock from which on versions are kept.
     """
     for path in line.iterdir():
         # Flower runs messages in processes of their own, so that another one may have removed the file already
         with suppress(FileNotFoundError):
             # a young unfinished file may be one that another process is writing now
             left_behind = path.suffix != ".pt" and time.time() - path.stat().st_mtime > LEFT_BEHIND
-            if left_behind or (path.suffix == ".pt" and path.stem not in needed):
+            is_old = path.suffix == ".pt" and path.stem not in needed and path.stat().st_mtime < since
+            if left_behind or is_old:
                 path.unlink()
 
 
