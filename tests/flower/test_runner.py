@@ -1,13 +1,14 @@
 """An app's run to its end, with a program in Flower's place that gives prepared answers."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.flower import runner
-from pfl_lightning.flower.runner import LOST, Runner
+from pfl_lightning.flower.runner import LOST, Runner, connections
 from pfl_lightning.runs.deployment_status import ENDED
 
 APP = '[project]\nname = "clinics"\n[tool.flwr.app]\npublisher = "pfl"\n'
@@ -36,7 +37,7 @@ def flower(tmp_path, monkeypatch):
     def run(*answers, **settings):
         for number, answer in enumerate(answers, 1):
             (tmp_path / f"answer-{number}").write_text(answer if isinstance(answer, str) else json.dumps(answer))
-        code = Runner(app, "local", **settings).run()
+        code = Runner(app, **{"connection": "local"} | settings).run()
         asked = Path(tmp_path, "asked").read_text().replace(str(app), "APP").splitlines()
         # else an answer was never asked for
         assert len(asked) == len(answers)
@@ -160,6 +161,28 @@ def test_runs_lost_one_after_another_end_the_command(flower, with_round, runs_un
         answers += [begun("7"), runs("running"), log, runs("finished:failed", DEAD)]
     code, _ = flower(runs(), *answers)
     assert code == 1
+
+
+def test_an_address_needs_no_file_of_connections(tmp_path):
+    assert tomllib.loads(connections("127.0.0.1:8000", None))["superlink"] == {
+        "default": "given",
+        "given": {"address": "127.0.0.1:8000", "insecure": True},
+    }
+    told = tomllib.loads(connections("server.example:8000", tmp_path / "ca.pem"))["superlink"]["given"]
+    assert told == {"address": "server.example:8000", "root-certificates": str(tmp_path / "ca.pem")}
+    with pytest.raises(MisconfigurationException, match=r"server.example:8000 is on another machine; give --root-"):
+        connections("server.example:8000", None)
+
+
+def test_flower_is_asked_with_the_connection_of_the_address(flower, monkeypatch, tmp_path):
+    (tmp_path / "flwr").write_text(PROGRAM.format(folder=tmp_path).replace('"$@"', '"$@" $FLWR_HOME/config.toml'))
+    monkeypatch.setattr(runner, "NAME", "given")
+    _, asked = flower(
+        runs("running", number="5"), runs("finished:completed", number="5"), LOG, connection="127.0.0.1:1"
+    )
+    assert all(" given " in f"{line} " for line in asked)
+    homes = {line.split()[-1] for line in asked}
+    assert len(homes) == 1 and "pfl-lightning-flwr-" in homes.pop()
 
 
 def test_a_checkpoint_of_the_users_or_another_folder_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or newer")
 
-from deployments import deploy, grid_of, rewrite
+from deployments import deploy, grid_of, rewrite, write_app
 from flwr.app import Context, RecordDict
 
 from federations import make_client, noisy
@@ -23,24 +23,6 @@ from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.deployment_status import DeploymentStatus
 
 make = partial(make_client, FedPer, net=noisy)
-CONFIG = """
-model:
-  class_path: FedPer
-  init_args:
-    net: {class_path: MLP, init_args: {hidden: [8]}}
-    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
-data:
-  class_path: TableData
-  init_args:
-    path: columns.csv
-    target: ill
-    features: [age, pressure]
-    classes: [cold, flu]
-    task: {class_path: Classification, init_args: {num_classes: 2}}
-    num_clients: 2
-    partitioner: {class_path: IID}
-trainer: {accelerator: cpu}
-"""
 
 
 def broken(context):
@@ -93,11 +75,10 @@ def test_a_site_s_wrong_setting_is_one_sentence(tmp_path, monkeypatch, capfd, fl
     monkeypatch.chdir(tmp_path)
     # the app's processes keep it; here it is the tests' own
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    Path("app.yaml").write_text(CONFIG)
-    Path("columns.csv").write_text("age,pressure,ill\n")
+    write_app(tmp_path, "clinics")
     Path("site.csv").write_text("age,presure,ill\n30,110,cold\n31,120,flu\n")
     node = {"clients": "0", "state-dir": str(tmp_path / "states"), "flags": flags}
-    context = Context(1, 2, node, RecordDict(), {"config": "app.yaml", "flags": ""})
+    context = Context(1, 2, node, RecordDict(), {"config": "app.yaml"})
     hello = pack({"hello": {"version": "", "num_clients": 2, "agreed": {}}})
     told = unpack(answer("query", hello, lambda: worker_of(tmp_path, context), 60.0, "0"), "failure")
     assert told["reason"].startswith(sentence) and "Namespace" not in told["reason"]

@@ -454,6 +454,8 @@ WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
     "evaluate": Worker.evaluate,
 }
 """The work of each of Flower's types of messages."""
+END = "query.end"
+"""Type of the message at the end of a federation."""
 GREETINGS = ("query", "query.first")
 """Types of messages that a site answers anew each time."""
 
@@ -496,4 +498,6 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
         name, _, step = kind.partition(".")
         register = getattr(app, name)
         register(step)(answered) if step else register()(answered)
+    # nothing stays here that would have to end
+    app.query(END.partition(".")[2])(lambda message, context: FlowerMessage(RecordDict(), reply_to=message))
     return app

@@ -55,6 +55,9 @@ HEARTBEATS = 2
 """Number of intervals between heartbeats for which Flower takes a silent node for connected."""
 TOO_LATE = 2
 """Number of answers in a row that came too late to count, from which the server gives advice."""
+CRASHED, CRASHES = 8, 3
+"""Flower's error code for an app that has ended without a word, as where it took too long to start on a busy machine,
+and the number of times after which nobody asks again."""
 GONE = (3, 4, NODE_GONE)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
@@ -223,6 +226,7 @@ class Link:
         # the longest answer of the last phase of each kind, in seconds from its question
         self._longest: dict[str, float] = {}
         self._too_late: Counter[int] = Counter()
+        self._crashes: Counter[int] = Counter()
         # greetings with unknown names, which count from the next round on
         self._waiting: dict[int, tuple[list[str], RecordDict]] = {}
 
@@ -504,8 +508,12 @@ class Link:
                         # a client that has moved to another node meanwhile is not lost
                         if self._node_of.get(client) == sent.node:
                             self._lost.setdefault(client, time.monotonic())
+                if reply.error.code == CRASHED and not sent.clients and self._crashes[sent.node] < CRASHES:
+                    self._crashes[sent.node] += 1
+                    self._greeted.discard(sent.node)
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
                 continue
+            self._crashes.pop(sent.node, None)
             self.seen[sent.node] = time.time()
             if sent.clients:
                 yield sent, reply.content
@@ -531,7 +539,8 @@ class Link:
         about = f" with clients {', '.join(map(self.label, sent.clients))}" if sent.clients else ""
         rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # an app that failed would fail again, so that only a lost message or node is worth a second try
-        yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
+        again = code in GONE or (code == CRASHED and all(self.times_asked[each] < CRASHES for each in sent.clients))
+        yield sent, None if again or not sent.clients else failure("its site's app failed")
 
     def _come_late(self, sent: Sent, reply: RecordDict | None) -> None:
         """Keep the reply to a training message whose phase is over, where late answers count."""
