@@ -75,12 +75,17 @@ def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
     return args + shlex.split(str(run.get("flags", "")))
 
 
-def plain_warning(message: Warning | str, *args: Any) -> str:
+def plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Return a warning's line without the place in the code, where no operator has anything to mend.
 
     Args:
         message: the warning.
-        *args: category, file and line, as of `warnings.formatwarning`.
+        category: its class, unused, as are the further ones of `warnings.formatwarning`.
+        filename: the file of the place.
+        lineno: the number of its line.
+        line: the line.
     """
     return f"pfl-lightning: warning: {' '.join(str(message).split())}\n"
 

@@ -172,8 +172,9 @@ class Runner:
                     continue
                 if time.monotonic() - handed > UNSTARTED:
                     return UNSTARTABLE, (
-                        f"it hasn't started in {UNSTARTED:.0f} s, as Flower's flower-superexec is busy or has "
-                        "ended; look at what flower-superlink says, start it again with the same --database, and then this command."
+                        f"it hasn't started in {UNSTARTED:.0f} s, as Flower's flower-superexec is busy or has ended; "
+                        "look at what flower-superlink says, start it again with the same --database, and then this "
+                        "command."
                     )
             else:
                 if not told:
