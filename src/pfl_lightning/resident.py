@@ -1,8 +1,9 @@
-"""Flower's app of a site, with a process that stays for the messages of a run.
+"""Flower's app of a site, with a process that stays for the messages of a federation.
 
 Flower starts a process for every message, and the imports of torch and Lightning would take most of its time. The app
 imports neither: it hands the message to a process with all imports and the site's data. This process is started at the
-first message, and ends with the site's node, or after a time without messages.
+first message, serves resumed runs too, and ends with the federation, with the site's node, or after a time without
+messages.
 """
 
 import hashlib
@@ -14,13 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 MODULE = "pfl_lightning.flower.stay"
@@ -57,6 +58,14 @@ def client_app(folder: Path) -> ClientApp:
         context.state = state
         return Message(content, reply_to=message)
 
+    def ended(message: Message, context: Context) -> Message:
+        # one that isn't there needn't end
+        with suppress(OSError, EOFError), Client(str(place(settings_of(folder, context))), "AF_UNIX") as connection:
+            connection.send(None)
+            connection.recv()
+        return Message(RecordDict(), reply_to=message)
+
+    app.query("end")(ended)
     for kind in (app.query, app.train, app.evaluate):
         kind()(answered)
     for step in STEPS:
@@ -78,7 +87,9 @@ def asked(connection: Connection, message: Message, context: Context) -> tuple[A
     """
     told = message.metadata
     try:
-        connection.send((told.message_type, message.content, context.state, told.ttl))
+        # a resumed run has another number, and goes on with the same process
+        run = context.run_id, dict(context.run_config)
+        connection.send((told.message_type, message.content, context.state, told.ttl, *run))
         answer: tuple[Any, Any] = connection.recv()
     except EOFError as error:
         raise ConnectionError("the site's process has ended in the middle of a message") from error
@@ -86,24 +97,13 @@ def asked(connection: Connection, message: Message, context: Context) -> tuple[A
 
 
 def connected(folder: Path, context: Context) -> Connection:
-    """Return a connection to the process of a run and site, which is started unless it runs.
+    """Return a connection to the process of a federation and site, which is started unless it runs.
 
     Raises:
         OSError: if there is no room for its socket, or it doesn't start in time.
     """
-    settings = {
-        "folder": str(folder),
-        "run": context.run_id,
-        "node": context.node_id,
-        "node_config": dict(context.node_config),
-        "run_config": dict(context.run_config),
-        # an app's own modules are where Flower has put the app
-        "path": [*sys.path],
-        "parent": os.getppid(),
-    }
-    # other settings are another process; a restarted node has a new parent for it
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-    address = sockets() / f"{key}.sock"
+    settings = settings_of(folder, context)
+    address = place(settings)
     with suppress(ConnectionError, FileNotFoundError):
         return Client(str(address), "AF_UNIX")
     with locked(address.with_suffix(".lock")):
@@ -123,6 +123,29 @@ def connected(folder: Path, context: Context) -> Connection:
             time.sleep(POLL)
         process.kill()
     raise TimeoutError("the site's process doesn't start")
+
+
+def settings_of(folder: Path, context: Context) -> dict[str, Any]:
+    """Return what decides the process of a federation and site: an app, a node, and the settings of the node."""
+    return {
+        "folder": str(folder),
+        "node": context.node_id,
+        "node_config": dict(context.node_config),
+        # an app's own modules are where Flower has put the app
+        "path": [*sys.path],
+        "parent": os.getppid(),
+    }
+
+
+def place(settings: Mapping[str, Any]) -> Path:
+    """Return the socket of the process with some settings.
+
+    Raises:
+        OSError: if there is no room for it.
+    """
+    # other settings are another process; a restarted node has a new parent for it
+    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return sockets() / f"{key}.sock"
 
 
 def sockets() -> Path:

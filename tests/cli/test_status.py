@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from command import pfl, refusal
-from pfl_lightning.cli.status import described_deployment
+from pfl_lightning.cli.status import described_deployment, described_site
 from pfl_lightning.runs.deployment_status import DeploymentStatus, write_status
 
 RUN = Path("runs/FedPer-Digits/version_0")
@@ -100,7 +102,7 @@ def test_a_deployment_says_how_it_stands_by_its_exit_code(tmp_path, capsys, told
     assert ended.value.code == code
     lines = dict(re.split(" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["state"].split(", process ")[0] == state and lines["without a site"] == "1, 3"
-    assert lines["site"].startswith("clients 0, 2: lost, last seen ") and lines["site"].endswith("ago, node 17")
+    assert lines["site"].startswith("clients 0, 2: lost, last heard ") and lines["site"].endswith("ago, node 17")
     assert lines.get("reason") == told.get("reason")
 
 
@@ -112,6 +114,8 @@ def test_a_deployment_whose_server_is_gone_is_dead(tmp_path):
         ({}, "running"),
         # the largest process id of Linux is below this one
         ({"process": 2**22 + 1}, "dead"),
+        # the number of a process that has begun since
+        ({"started": "1"}, "dead"),
         ({"host": "another"}, "running"),
         ({"host": "another", "written": told["written"] - 3600}, "dead"),
     ):
@@ -120,6 +124,41 @@ def test_a_deployment_whose_server_is_gone_is_dead(tmp_path):
     path.write_text("{")
     assert (DeploymentStatus(path).state, DeploymentStatus(path).exit_code) == ("dead", 1)
     assert described_deployment(DeploymentStatus(path))[0] == ("state", "dead, without a last word")
+
+
+def test_a_process_that_has_ended_and_isnt_looked_at_is_dead(tmp_path):
+    path = tmp_path / "deployment.status"
+    with subprocess.Popen(["true"]) as ended:
+        # as Flower's own process leaves a killed server's app for a minute
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        write_status(path, {"state": "running"})
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"process": ended.pid, "started": ""}))
+        assert DeploymentStatus(path).state == "dead"
+
+
+@pytest.mark.parametrize(
+    ("present", "silent", "words"), [(True, 10, "connected"), (True, 50, "silent"), (False, 10, "lost")]
+)
+def test_a_site_is_said_to_be_connected_only_while_it_is_heard(present, silent, words):
+    seen = time.time() - silent
+    line = described_site({"node": "17", "clients": ["0"], "present": present, "seen": seen})
+    assert line.startswith(f"clients 0: {words}, last heard {silent} s ago")
+
+
+def test_a_running_round_says_for_whom_it_waits(tmp_path):
+    path = tmp_path / "deployment.status"
+    now = {"round": 7, "since": time.time() - 84, "clients": ["4 (Ulm)"]}
+    write_status(path, {"state": "running", "now": now, "late": {"5": "answers come 3 rounds late"}})
+    lines = dict(described_deployment(DeploymentStatus(path)))
+    assert lines["now"] == "round 7 for 84 s; waiting for client 4 (Ulm)"
+    assert lines["late"] == "client 5: answers come 3 rounds late"
+
+
+def test_an_app_whose_server_has_said_nothing_isnt_wrong(tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text('[tool.flwr.app]\npublisher = "pfl"\n')
+    with pytest.raises(SystemExit) as ended:
+        pfl(f"status {tmp_path}")
+    assert ended.value.code == 0 and "not begun" in capsys.readouterr().out
 
 
 def test_waiting_for_a_deployment_prints_its_rounds(tmp_path, capsys, monkeypatch):

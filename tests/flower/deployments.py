@@ -25,6 +25,34 @@ REVEALED = frozenset().union(*(method.client.sends | method.client.offers for me
 ALL = " ".join(sorted(REVEALED))
 NODES = {node: {"clients": clients, "allow": ALL} for node, clients in {11: "0 2", 12: "1 3"}.items()}
 
+TABLE = """
+model:
+  class_path: FedPer
+  init_args:
+    net: {{class_path: MLP, init_args: {{hidden: [8]}}}}
+    optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.1}}}}
+data:
+  class_path: TableData
+  init_args:
+    path: {folder}/columns.csv
+    target: ill
+    features: [age, pressure]
+    classes: [cold, flu]
+    task: {{class_path: Classification, init_args: {{num_classes: 2}}}}
+    num_clients: 2
+    partitioner: {{class_path: IID}}
+trainer: {{accelerator: cpu}}
+"""
+"""Configuration of an app with a table."""
+
+
+def write_app(folder: Path, name: str) -> None:
+    """Writes what a site gets of an app: its configuration ``app.yaml``, the columns and its project."""
+    folder.mkdir(exist_ok=True)
+    (folder / "app.yaml").write_text(TABLE.format(folder=folder))
+    (folder / "columns.csv").write_text("age,pressure,ill\n")
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+
 
 def grid_of(
     make: Callable[[], Any],

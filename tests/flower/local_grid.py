@@ -47,6 +47,8 @@ class LocalGrid(Grid):
         self.memories: dict[int, RecordDict] = {}
         self.away: set[int] = set()
         self.silent: set[int] = set()
+        self.loses: dict[int, str] = {}
+        """The kind of the next answer of a node that gets lost."""
         self.asked: list[tuple[str, int]] = []
         self.bytes = 0
         self.max_rounds: int | None = None
@@ -107,6 +109,9 @@ class LocalGrid(Grid):
         finally:
             torch.set_default_dtype(default)
         if node in self.silent:
+            return None
+        if self.loses.get(node) == message.metadata.message_type:
+            del self.loses[node]
             return None
         self.spoil(node, message.metadata.message_type, reply.content)
         return reply

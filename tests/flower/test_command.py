@@ -270,7 +270,7 @@ def test_a_site_imports_nothing_that_an_app_names_beside_the_library(app, tmp_pa
     assert greeting("")[0] == ["hello"]
     for flags in ("--trainer.cohort evil_cohort.Sel", "--aggregator evil_cohort.Sel", "--data clinic_digits.Patients"):
         found, content = greeting(flags)
-        assert found == ["failure"] and "nor a class that this site knows" in unpack(content, "failure")["reason"]
+        assert found[0] == "failure" and "nor a class that this site knows" in unpack(content, "failure")["reason"]
     assert not Path("imported").exists() and "evil_cohort" not in sys.modules
     # the site's own configuration names it too
     (tmp_path / "site.yaml").write_text("data: {class_path: clinic_digits.Patients, init_args: {max_samples: 100}}")

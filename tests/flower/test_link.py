@@ -14,6 +14,7 @@ from deployments import NODES, deploy, grid_of, rewrite
 from federations import Blobs, Spy, blobs, equal, fit, make_client, noisy
 from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.callbacks import ChannelsLast, MatmulPrecision
+from pfl_lightning.flower.apps import part
 from pfl_lightning.flower.link import MOST_SAMPLES, VERSION, Link, Quorum
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
@@ -111,6 +112,31 @@ def test_a_site_whose_app_fails_is_left_out(tmp_path):
     with pytest.warns(UserWarning, match="its site failed with OSError: no such disk"):
         run = deploy(grid, make, max_rounds=1)
     assert (run.rows[0]["clients"], run.rows[0]["clients_refused"]) == (0, 4)
+
+
+@pytest.mark.parametrize(("kind", "times"), [("train", 1), ("query", 1), ("train", 9)])
+def test_an_app_that_ended_without_a_word_is_asked_again_some_times(tmp_path, kind, times):
+    grid = grid_of(make, tmp_path, max_rounds=1)
+    works, left = grid.app, [times]
+
+    def app(message, context):
+        if message.metadata.message_type == kind and context.node_id == 12 and left[0]:
+            left[0] -= 1
+            raise RuntimeError("the machine is busy")
+        return works(message, context)
+
+    grid.app = app
+    run = deploy(grid, make, max_rounds=1)
+    # once it has begun to ask, it asks three times at most
+    assert (run.rows[0]["clients"], left[0]) == ((4, 0) if times == 1 else (2, 6))
+    assert times > 1 or equal(run.weights, fit(make(), max_rounds=1).weights)
+
+
+def test_what_stays_at_sites_ends_with_the_federation(tmp_path):
+    grid = grid_of(make, tmp_path)
+    grid.away.add(12)
+    part(grid)
+    assert grid.asked == [("query.end", 11)]
 
 
 def test_clients_without_a_site_are_named(tmp_path):

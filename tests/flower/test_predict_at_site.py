@@ -20,7 +20,7 @@ from federations import equal, read_csv
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.flower import apps
 from pfl_lightning.methods import FedPer
-from pfl_lightning.runs.checkpoint_io import models_in
+from pfl_lightning.runs.checkpoint_io import federation_in, models_in
 
 NAMES = ["Bremen", "Jena", "Ulm"]
 SITES = {1: ["Ulm", "Bremen"], 2: ["Jena"]}
@@ -152,7 +152,7 @@ def test_raw_rows_at_each_site_give_the_federation_s_test_figures(tmp_path, monk
     quiet = "--trainer.enable_progress_bar false --trainer.enable_model_summary false --trainer.max_rounds 2"
     pfl(f"fit --config simulation.yaml --trainer.engine sequential --trainer.default_root_dir here {quiet}")
     assert predict("--runs here --ckpt_path last --data raw.csv") == lines
-    models = models_in(deployment.states(1), best=False)
+    models = models_in(federation_in(deployment.states(1)), best=False)
     assert list(models) == ["Bremen", "0", "Ulm", "2"]
     model = FedPer.load_from_checkpoint(models["Ulm"])
     (own,) = FederatedTrainer(logger=False).predict(model, rows, ckpt_path=models["Ulm"]).values()

@@ -199,6 +199,6 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(MisconfigurationException, match=rf"{tmp_path}/3/.*: No space left on device at the site; make"):
         versions.keep(3, state(2.0), first, live=())
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{first}.pt"]

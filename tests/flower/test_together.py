@@ -10,6 +10,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 from deployments import deploy, grid_of
 
 from federations import Pause, equal, fit, make_client, near, noisy, untimed
+from pfl_lightning.federation import federation
 from pfl_lightning.flower.link import Quorum
 from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.privacy import DPAverage, SecureSum
@@ -47,6 +48,15 @@ def test_metrics_are_those_of_messages_of_their_own(tmp_path, settings):
     assert equal(apart.weights, together.weights)
     assert near(rows(apart), rows(together))
     assert near(apart.logger.clients, together.logger.clients)
+
+
+def test_no_advice_about_evaluations_that_train(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(federation, "rank_zero_info", said.append)
+    monkeypatch.setattr(federation, "WORTH_ADVICE", -1.0)
+    # the clock of evaluations is the server's own, and what is asked of sites in an evaluation takes all the time
+    deploy(grid_of(make, tmp_path, max_rounds=3), make, serving=TOGETHER, max_rounds=3)
+    assert not [line for line in said if "evaluation has taken" in line]
 
 
 def test_a_round_is_one_message_to_a_site(tmp_path):

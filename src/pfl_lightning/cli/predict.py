@@ -20,7 +20,7 @@ from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
-from pfl_lightning.runs.checkpoint_io import models_in
+from pfl_lightning.runs.checkpoint_io import federation_in, models_in
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
@@ -71,6 +71,8 @@ def main(args: list[str]) -> int:
     """
     options = parser().parse_args(args)
     at_site = options.state_dir is not None
+    if at_site:
+        options.state_dir = federation_in(options.state_dir)
     path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
     file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():

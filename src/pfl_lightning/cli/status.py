@@ -1,5 +1,6 @@
 """The command ``pfl-lightning status``: show the progress of runs, from the files in their folders alone."""
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pfl_lightning.cli.usage import Arguments, UsageError
-from pfl_lightning.runs.deployment_status import DeploymentStatus, status_file
+from pfl_lightning.runs.deployment_status import DeploymentStatus, is_app, status_file, waits
 from pfl_lightning.runs.run_status import MARKS, RunStatus, is_run
 from pfl_lightning.runs.tables import duration, labelled, text_table
 
@@ -17,6 +18,8 @@ one line per run. For the app of a deployment, such as `pfl-lightning status cli
 round; the exit code is then 1 where the deployment has failed, was stopped or is dead.
 """
 
+MISSED = 40.0
+"""Seconds after which a site's heartbeat is overdue: Flower's nodes send one every 24 s or so."""
 POLL = 1.0
 """Seconds between two looks with ``--wait``."""
 
@@ -48,6 +51,9 @@ def main(args: list[str]) -> int:
     if not os.path.isdir(folder):
         raise UsageError(f"status: {folder} is no folder; give that of a run, such as runs/METHOD-DATA/version_0.")
     deployed = status_file(folder)
+    while given.wait and deployed is None and is_app(folder):
+        time.sleep(POLL)
+        deployed = status_file(folder)
     if given.wait and deployed is None:
         raise UsageError(f"status: --wait is for a deployment, and {folder} has none that has begun.")
     if deployed is not None:
@@ -64,6 +70,9 @@ def main(args: list[str]) -> int:
         return 0
     # any of a run's files marks its folder: a run that has just begun has no summary yet
     runs = sorted({path.parent for mark in MARKS for path in folder.rglob(mark)})
+    if not runs and is_app(folder):
+        print(labelled([("state", "not begun: no server of this app has said anything yet")]))
+        return 0
     if not runs:
         raise UsageError(f"status: {folder} holds no run; give the folder of one, or of several.")
     rows = [row(RunStatus(run), str(run.relative_to(folder))) for run in runs]
@@ -122,22 +131,33 @@ def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
         lines.append(("run", str(told["run"])))
     if "written" in told:
         lines.append(("last written", f"{duration(max(0.0, time.time() - told['written']))} ago"))
+    if (now := told.get("now")) and deployment.state == "running":
+        lines.append(("now", waits(now["round"], max(0.0, time.time() - now["since"]), now["clients"])))
     if last := told.get("last", {}).get("line"):
         lines.append(("last round", str(last)))
     lines += [("site", described_site(site)) for site in told.get("sites", ())]
+    lines += [("late", f"client {client}: {words}") for client, words in told.get("late", {}).items()]
     if missing := told.get("without_site"):
         lines.append(("without a site", ", ".join(missing)))
-    lines += [("refused", f"node {site['node']}: {site['reason']}") for site in told.get("refused_sites", ())]
+    lines += [("refused", described_refusal(site)) for site in told.get("refused_sites", ())]
     if deployment.exit_code:
         lines.append(("go on by", "pfl-lightning flower run APP"))
     return lines
 
 
 def described_site(site: Mapping[str, Any]) -> str:
-    """Return a site's clients, and whether it is connected."""
-    seen = "never seen" if site["seen"] is None else f"{duration(max(0.0, time.time() - site['seen']))} ago"
-    state = f"connected, last seen {seen}" if site["present"] else f"lost, last seen {seen}"
+    """Return a site's clients, whether it is connected, and when it was last heard."""
+    silent = math.inf if site["seen"] is None else max(0.0, time.time() - site["seen"])
+    heard = "never heard" if site["seen"] is None else f"last heard {duration(silent)} ago"
+    state = "lost" if not site["present"] else "connected" if silent < MISSED else "silent"
+    state += f", {heard}"
     return f"clients {', '.join(site['clients'])}: {state}, node {site['node']}"
+
+
+def described_refusal(site: Mapping[str, Any]) -> str:
+    """Return the clients and the node of a refused site, and the reason."""
+    clients = f"clients {site['clients']}, " if site.get("clients") else ""
+    return f"{clients}node {site['node']}: {site['reason']}"
 
 
 def row(run: RunStatus, name: str) -> list[str]:

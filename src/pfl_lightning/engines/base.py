@@ -220,6 +220,8 @@ class Engine(ABC):
     """Whether clients may be absent, as clients at sites may; elsewhere a client without a result is an error."""
     finishes: ClassVar[bool] = True
     """Whether `complete` calls `Job.finish`; False where an engine of the same jobs below does."""
+    trains_ahead: bool = False
+    """Whether evaluations have clients train for the coming round too, so that their time says little."""
     takes_alike: bool = False
     """Whether `evaluate_all` takes jobs that stand for several clients; see `Job.alike`."""
     absent: frozenset[int] = frozenset()

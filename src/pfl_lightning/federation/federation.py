@@ -1232,7 +1232,9 @@ class Federation(LightningModule):
         of_round = [self.metrics.get(f"time/{part}", 0.0) for part in ("evaluate", "train", "aggregate")]
         self._times = [*map(sum, zip(self._times, of_round, strict=True))]
         evaluating, total = self._times[0], sum(self._times)
-        if self._advised or self.options.evaluate == "after" or not WORTH_ADVICE < evaluating > total / 2:
+        if self._advised or self.engines[0].trains_ahead or self.options.evaluate == "after":
+            return
+        if not WORTH_ADVICE < evaluating > total / 2:
             return
         self._advised = True
         sampled = f"trainer.evaluate_clients={FEW}, which evaluates {FEW} of the clients in each round, or "

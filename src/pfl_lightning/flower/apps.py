@@ -3,13 +3,16 @@
 import logging
 import re
 import shlex
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
-from flwr.app import Context
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,18 +20,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.errors import mistake
-from pfl_lightning.cli.load_config import Configured, configured
+from pfl_lightning.cli.load_config import Configured, complaint, configured
 from pfl_lightning.cli.usage import silence
 from pfl_lightning.cli.yaml_text import load
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
-from pfl_lightning.flower.client_app import Worker, app_of
+from pfl_lightning.flower.client_app import END, Worker, app_of
 from pfl_lightning.flower.first_exchange import kept, take_over
 from pfl_lightning.flower.link import MOST_SAMPLES, Keys, Quorum
 from pfl_lightning.flower.server_app import serve
 from pfl_lightning.flower.site import Site, ids_of
 from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions
-from pfl_lightning.runs.deployment_status import ENDED, FILE, UNFINISHED, DeploymentStatus
+from pfl_lightning.flower.template import Refused
+from pfl_lightning.runs.deployment_status import ENDED, FILE, UNFINISHED, DeploymentStatus, project_of
 
 AT_SITES = """
     --trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
@@ -39,6 +43,8 @@ AT_SITES = """
 COUNTS = {"min-available": "min_available", "min-results": "min_results", "late-rounds": "late_rounds"}
 SECONDS = {"grace": "grace", "wait-for-lost": "wait_for_lost"}
 """Settings of `Quorum` by their names in an app."""
+PARTING, POLL = 20.0, 0.2
+"""Seconds for sites to end what stays for a federation, and between two looks."""
 AT_SERVER = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
 
 
@@ -70,6 +76,21 @@ def arguments(folder: Path, run: Mapping[str, Any]) -> list[str]:
     return args + shlex.split(str(run.get("flags", "")))
 
 
+def plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning's line without the place in the code, where no operator has anything to mend.
+
+    Args:
+        message: the warning.
+        category: its class, unused, as are the further ones of `warnings.formatwarning`.
+        filename: the file of the place.
+        lineno: the number of its line.
+        line: the line.
+    """
+    return f"pfl-lightning: warning: {' '.join(str(message).split())}\n"
+
+
 def client_app(folder: Path) -> ClientApp:
     """Return the client app, for sites, which makes all anew for each message; `pfl_lightning.resident` has another.
 
@@ -87,6 +108,7 @@ def worker_of(folder: Path, context: Context) -> Worker:
         context: Flower's settings of the run and of the node.
     """
     silence()
+    warnings.formatwarning = plain_warning
     node = context.node_config
     own = str(node.get("classes", "")).split()
     args = arguments(folder, context.run_config)
@@ -102,8 +124,12 @@ def worker_of(folder: Path, context: Context) -> Worker:
         # again after parsing, as the parser may read a name out of a text in its own way
         check_class_paths({"model": settings["model"]}, own)
 
-    cli = configured(args, check)
-    states = StateVersions(state_folder(node, context.node_id))
+    try:
+        cli = configured(args, check)
+    # the parser has told its own terminal, and the server has to hear of it too
+    except SystemExit:
+        raise Refused(wrong(args)) from None
+    states = StateVersions(Path(state_folder(node, context.node_id), federation_name(folder)))
     run = context.run_config
     agrees = bool(exchange_in(run))
     cli.datamodule.prepare_data()
@@ -145,6 +171,12 @@ def site_keys_in(node: Mapping[str, Any], names: Sequence[str]) -> SiteKeys | No
     return SiteKeys(Path(own), keys_in(Path(known), names, setting="sum-keys"))
 
 
+def wrong(args: list[str]) -> str:
+    """Return what is wrong with the settings of a command line that the parser has refused."""
+    found = complaint(args)
+    return "its settings are refused; its own log says why." if found is None else str(found)
+
+
 def state_folder(node: Mapping[str, Any], node_id: int) -> str:
     """Return the folder of what stays with a site's clients.
 
@@ -156,6 +188,22 @@ def state_folder(node: Mapping[str, Any], node_id: int) -> str:
     earlier = f"states-{node_id}"
     own = re.sub(r"\W+", "_", str(node.get("clients", ""))).strip("_")
     return str(node.get("state-dir") or (earlier if Path(earlier).is_dir() or not own else f"states-{own}"))
+
+
+def federation_name(folder: Path) -> str:
+    """Return the name of an app as that of a folder, in which a site keeps what is of this federation.
+
+    Resumed runs have it too, and another federation at the same sites has another one.
+
+    Args:
+        folder: the folder of the app.
+    """
+    try:
+        name = str(project_of(folder)["project"]["name"])
+    except (OSError, ValueError, LookupError, TypeError):
+        name = ""
+    # what comes from the server must not lead out of the site's folder
+    return re.sub(r"\W+", "-", name)
 
 
 def classes_of(name: str) -> Iterator[str]:
@@ -180,6 +228,7 @@ def server_app(folder: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         silence()
+        warnings.formatwarning = plain_warning
         logging.getLogger("flwr").addFilter(without_traceback)
         try:
             fitted(grid, folder, context.run_config)
@@ -214,6 +263,28 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
     if ckpt_path == UNFINISHED:
         last = DeploymentStatus(status).unfinished
         ckpt_path = None if last is None else str(last)
+    try:
+        serve_app(grid, cli, run, folder, status, ckpt_path)
+    # not where a signal ends the app: it goes on later, with the same processes
+    except Exception:
+        part(grid)
+        raise
+    part(grid)
+
+
+def serve_app(
+    grid: Grid, cli: Configured, run: Mapping[str, Any], folder: Path, status: Path, ckpt_path: str | None
+) -> None:
+    """Train the federation of an app.
+
+    Args:
+        grid: Flower's connection to the sites.
+        cli: the built classes of its configuration.
+        run: Flower's ``run_config``.
+        folder: the folder of the app.
+        status: the file for the state of the deployment.
+        ckpt_path: the checkpoint to go on from; None begins a run.
+    """
     serve(
         grid,
         cli.trainer,
@@ -232,6 +303,21 @@ def fitted(grid: Grid, folder: Path, run: Mapping[str, Any]) -> None:
         together=bool(run.get("evaluate-with-training", False)),
         first_exchange=exchange_in(run),
     )
+
+
+def part(grid: Grid) -> None:
+    """Have sites end the processes that stay for the federation, and wait a while for their word.
+
+    Args:
+        grid: Flower's connection to the sites.
+    """
+    # a federation that has ended is none that fails
+    with suppress(Exception):
+        last = [Message(RecordDict(), dst_node_id=node, message_type=END, ttl=PARTING) for node in grid.get_node_ids()]
+        waiting, until = {name for name in grid.push_messages(last) if name}, time.monotonic() + PARTING
+        while waiting and time.monotonic() < until:
+            waiting -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(waiting)}
+            time.sleep(POLL)
 
 
 def quorum_in(run: Mapping[str, Any]) -> Quorum:

@@ -1,6 +1,7 @@
 """Flower's app of a site: train and evaluate the site's clients, and keep personal state on the site's disk."""
 
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.cli.errors import mistake
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
@@ -36,7 +38,7 @@ from pfl_lightning.flower.site_keys import SiteKeys
 from pfl_lightning.flower.states import StateVersions, written
 from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused, Spec, check_received
-from pfl_lightning.flower.wire import pack, unpack, unpack_as_sent
+from pfl_lightning.flower.wire import message_digest, pack, unpack, unpack_as_sent
 from pfl_lightning.messages import Message, Restored
 from pfl_lightning.privacy import DPAverage, SecureSum
 from pfl_lightning.privacy.noise import secure_seed
@@ -129,6 +131,25 @@ class Worker:
             for module in self.modules
             for own in [module.state_dict()]
         ]
+        self._last = ("", RecordDict())
+
+    def again(self, kind: str, content: RecordDict) -> RecordDict:
+        """Return the content of the answer to a message, the same one where the last message comes again.
+
+        An answer can be lost on its way. Training once more would count a client twice, add other noise to its update,
+        and leave another state than the one that the server knows of.
+
+        Args:
+            kind: Flower's type of the message.
+            content: the message's content.
+        """
+        key = f"{kind} {message_digest(content)}"
+        # a greeting reads what is on the disk now
+        if kind not in GREETINGS and self._last[0] == key:
+            return self._last[1]
+        answered = pack(WORKS[kind](self, content))
+        self._last = key, answered
+        return answered
 
     @cached_property
     def engines(self) -> list[Engine]:
@@ -499,6 +520,10 @@ def reason(error: Exception) -> dict[str, str]:
         return {"error": str(error), "again": error.cohort}
     if isinstance(error, Refused):
         return {"error": str(error)}
+    # what the site's operator can mend has a sentence, inside the parser's words too
+    if sentence := mistake(error):
+        print(f"pfl-lightning: error: {sentence}", file=sys.stderr, flush=True)
+        return {"error": sentence}
     # the server gets the first 300 characters alone, and no traceback with the site's paths
     traceback.print_exception(error)
     return {"error": f"its site failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
@@ -514,9 +539,13 @@ WORKS: dict[str, Callable[[Worker, RecordDict], Records]] = {
     "evaluate": Worker.evaluate,
 }
 """The work of each of Flower's types of messages."""
+END = "query.end"
+"""Type of the message at the end of a federation."""
+GREETINGS = ("query", "query.first")
+"""Types of messages that a site answers anew each time."""
 
 
-def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: float) -> RecordDict:
+def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: float, clients: str = "") -> RecordDict:
     """Return the content of the answer to a message.
 
     Args:
@@ -524,14 +553,13 @@ def answer(kind: str, content: RecordDict, make: Callable[[], Worker], ttl: floa
         content: the message's content.
         make: returns the site's worker.
         ttl: seconds for which the server waits.
+        clients: the site's clients as its node has them, by which the server names a site that fails before it greets.
     """
     start = time.perf_counter()
     try:
-        answered = pack(WORKS[kind](make(), content))
-    # a wrong setting makes the parser exit, and the server should hear of the failure all the same
-    except (Exception, SystemExit) as error:
-        traceback.print_exception(error)
-        answered = failure(reason(error)["error"] if isinstance(error, Exception) else "its settings are refused")
+        answered = make().again(kind, content)
+    except Exception as error:
+        answered = failure(reason(error)["error"], clients)
     if time.perf_counter() - start > ttl:
         rank_zero_warn("the server has not waited for this answer; give it a longer timeout.")
     return answered
@@ -547,11 +575,14 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
 
     def answered(message: FlowerMessage, context: Context) -> FlowerMessage:
         told = message.metadata
-        content = answer(told.message_type, message.content, lambda: make(context), told.ttl)
+        clients = str(context.node_config.get("clients", ""))
+        content = answer(told.message_type, message.content, lambda: make(context), told.ttl, clients)
         return FlowerMessage(content, reply_to=message)
 
     for kind in WORKS:
         name, _, step = kind.partition(".")
         register = getattr(app, name)
         register(step)(answered) if step else register()(answered)
+    # nothing stays here that would have to end
+    app.query(END.partition(".")[2])(lambda message, context: FlowerMessage(RecordDict(), reply_to=message))
     return app

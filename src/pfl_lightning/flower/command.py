@@ -13,6 +13,7 @@ from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments
 from pfl_lightning.flower.export import export
 from pfl_lightning.flower.runner import Runner
+from pfl_lightning.runs.checkpoint_io import federation_in
 from pfl_lightning.runs.deployment_status import FILE
 
 # Flower is imported nowhere in this file: `export` and the help work without the extra installed
@@ -110,15 +111,9 @@ and in this folder:
         --node-config 'clients="{clients[0]}" state-dir="{here}/states-0"'
     flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9102 \\
         --node-config 'clients="{clients[1]}" state-dir="{here}/states-1"'
-    pfl-lightning flower run . local
+    pfl-lightning flower run . 127.0.0.1:8000
 
-`clients` are the ids, from 0 up, of the clients that a site has; all sites together have all. `local` is a connection
-in `~/.flwr/config.toml`:
-
-    [superlink.local]
-    address = "127.0.0.1:8000"
-    insecure = true
-
+`clients` are the ids, from 0 up, of the clients that a site has; all sites together have all.
 `pfl-lightning status .` shows the sites, and how far the run is. docs/deployment.md of pfl-lightning has the rest: slow
 and lost sites, data of the sites' own, TLS, keys, and what each side trusts.
 """
@@ -200,21 +195,24 @@ def main(args: list[str]) -> int:
     parser = Arguments("flower", usage=usage, description=DESCRIPTION)
     parser.add_argument("action", choices=["new", "run", "export"])
     parser.add_argument("path", type=Path, metavar="APP | FILE", help="the app's folder, or the checkpoint to write")
-    parser.add_argument("connection", nargs="?", default="", metavar="CONNECTION", help="run: as of flwr run")
+    parser.add_argument(
+        "connection", nargs="?", default="", metavar="CONNECTION", help="run: as of flwr run, or HOST:PORT"
+    )
     parser.add_argument("-c", action="append", default=[], metavar="SETTINGS", help="run: as of flwr run")
     parser.add_argument("--anew", action="store_true", help="run: begin anew where the last run hasn't finished")
+    parser.add_argument("--root-certificates", type=Path, metavar="FILE", help="run: of a SuperLink at HOST:PORT")
     parser.add_argument("--config", action="append", default=[], metavar="NAME", help="new: as of fit, several in turn")
     parser.add_argument("--client", type=int, help="export: the client's id")
     parser.add_argument("--state-dir", type=Path, default=Path("states"), help="export: where the site keeps them")
     given = parser.parse_args(args)
     if given.action == "run":
-        return Runner(given.path, given.connection, given.c, given.anew).run()
+        return Runner(given.path, given.connection, given.c, given.anew, given.root_certificates).run()
     if given.connection:
         parser.error(f"{given.action} takes no {given.connection}")
     if given.action == "export":
         if given.client is None:
             raise MisconfigurationException("flower export: --client says whose model is to be written; give an id.")
-        export(given.state_dir, given.client, given.path)
+        export(federation_in(given.state_dir), given.client, given.path)
         print(f"{given.path} written")
         return 0
     # before the folder is written: without Flower the app could be neither tried nor run

@@ -48,6 +48,18 @@ NODE_GONE = 5
 """Flower's error code for a node without heartbeats."""
 FIRST = "query.first"
 """Flower's type of the question before the first round."""
+AGAIN, LEAST_AGAIN = 3.0, 60.0
+"""A site is asked again after so many times the longest answer of its phase or of the last phase of this kind, and
+after so many seconds at least; each further time after as much more."""
+UNKNOWN_AGAIN = 0.25
+"""Share of the time-out after which a site is asked again where no site has answered yet."""
+HEARTBEATS = 2
+"""Number of intervals between heartbeats for which Flower takes a silent node for connected."""
+TOO_LATE = 2
+"""Number of answers in a row that came too late to count, from which the server gives advice."""
+CRASHED, CRASHES = 8, 3
+"""Flower's error code for an app that has ended without a word, as where it took too long to start on a busy machine,
+and the number of times after which nobody asks again."""
 GONE = (3, 4, NODE_GONE)
 """Flower's error codes for a message, a reply or a node that is unavailable at the moment."""
 
@@ -115,6 +127,8 @@ class Sent:
         round: the round's number, from 1; 0 for a greeting.
         expires: time on the monotonic clock after which no reply counts.
         late: whether the message's phase is over.
+        pushed: time on the monotonic clock at which the message went out.
+        again: whether its clients have been asked again, as the answer may be lost.
     """
 
     node: int
@@ -123,6 +137,8 @@ class Sent:
     round: int = 0
     expires: float = math.inf
     late: bool = False
+    pushed: float = 0.0
+    again: bool = False
 
 
 class Link:
@@ -177,12 +193,22 @@ class Link:
         """Messages of the last phase by client, more than one where a lost site has come back."""
         self.took: dict[int, float] = {}
         """Seconds from the begin of the last phase to each client's answer."""
+        self.useless: set[int] = set()
+        """Clients whose answer of the last phase was of no use, as its reader says; it doesn't count as one."""
         self.trained: dict[int, float] = {}
         """The same of the last training, for the record: a round may have evaluations behind it."""
         self.seen: dict[int, float] = {}
-        """Time of the system's clock at which each node was last connected."""
+        """Time of the system's clock at which each node last gave a sign of life: a heartbeat, or a reply."""
+        self.late: dict[int, int] = {}
+        """Clients whose last answers came too late to count, and by how many rounds."""
+        self.takes_late = True
+        """Whether the federation may take late answers, as `Quorum.late_rounds` says."""
+        self.asked_again: set[int] = set()
+        """Clients asked again for a lost answer since this set was last emptied."""
         self.refusals: dict[int, str] = {}
         """Reason of each node whose last greeting was refused."""
+        self.claims: dict[int, str] = {}
+        """The clients of each such node, as far as it has named them."""
         self.one_by_one = False
         """Whether replies are fetched one after another, so that no two large ones are in memory at once."""
         self.on_look: Callable[[], None] = lambda: None
@@ -200,6 +226,13 @@ class Link:
         # by node; the first site's say how rows become inputs, as the server may have no rows of its own
         self._settings_of: dict[int, Mapping[str, str]] = {}
         self._sent: dict[str, Sent] = {}
+        # the phase at work: its kind, round, begin, and clients without an answer
+        self._kind, self._round, self._begun = "", 0, 0.0
+        self._open: set[int] = set()
+        # the longest answer of the last phase of each kind, in seconds from its question
+        self._longest: dict[str, float] = {}
+        self._too_late: Counter[int] = Counter()
+        self._crashes: Counter[int] = Counter()
         # greetings with unknown names, which count from the next round on
         self._waiting: dict[int, tuple[list[str], RecordDict]] = {}
 
@@ -264,6 +297,14 @@ class Link:
         """Return the clients at work on a message whose phase is over."""
         return {client for sent in self._sent.values() if sent.late for client in sent.clients}
 
+    def waiting(self) -> tuple[int, float, list[int]]:
+        """Return the round at work, its phase's seconds so far, and the clients that it waits for; none in between."""
+        if not self._kind:
+            return 0, 0.0, []
+        # evaluations are of the model after their round, with which the next one begins
+        round = self._round - (self._kind == MessageType.EVALUATE)
+        return round, time.monotonic() - self._begun, sorted(self._open)
+
     def look(self) -> None:
         """Greet new nodes, and read the replies that have come between phases."""
         self._look()
@@ -272,6 +313,9 @@ class Link:
 
     def ask(self, kind: str, group: str, jobs: Mapping[int, Any], payloads: Mapping[int, Any]) -> Iterator[Answer]:
         """Send each client's job to the client's site, and yield answers until enough are in or time is out.
+
+        Flower drops an answer that the SuperLink couldn't take, so that a silent site is asked again; a site that has
+        answered gives the same answer again.
 
         Args:
             kind: Flower's type of the messages.
@@ -282,7 +326,10 @@ class Link:
         open_, round = set(jobs), int(group)
         self.times_asked.clear()
         self.took.clear()
+        self.useless.clear()
         begun = time.monotonic()
+        self._kind, self._round, self._begun, self._open = kind, round, begun, open_
+        longest = 0.0
         enough, until = self.quorum.enough(len(jobs), self.cohort), begun + self.timeout
         for client, late in self._late_answers(kind, round, open_):
             self._answered(client, open_, begun)
@@ -290,8 +337,9 @@ class Link:
         while True:
             # at each look, so that a site can come back, or turn up as a new node, in the middle of a phase
             alive = self._look()
+            self._give_up(max(longest, self._longest.get(kind, 0.0)) or self.timeout * UNKNOWN_AGAIN / AGAIN)
             # nobody is asked twice at once: training twice would cost the site a second round
-            on_the_way = {client for sent in self._sent.values() for client in sent.clients}
+            on_the_way = {client for sent in self._sent.values() if not sent.again for client in sent.clients}
             batches: dict[int, list[int]] = {}
             for client in sorted(open_ - on_the_way):
                 if self._node_of.get(client) in alive:
@@ -300,8 +348,8 @@ class Link:
             for node, clients in batches.items():
                 records = {"jobs": {client: jobs[client] for client in clients}}
                 records |= {f"{client}/payload": payloads[client] for client in clients}
-                expires = time.monotonic() + self.timeout
-                self._push(Sent(node, clients, kind, round, expires), pack(records), group)
+                now = time.monotonic()
+                self._push(Sent(node, clients, kind, round, now + self.timeout, pushed=now), pack(records), group)
                 self.times_asked.update(clients)
             heard = False
             for sent, reply in self._replies():
@@ -312,9 +360,13 @@ class Link:
                         self._answered(client, open_, begun)
                         yield client, late
                     continue
+                if reply is not None:
+                    longest = max(longest, time.monotonic() - sent.pushed)
                 for client in set(sent.clients) & open_:
                     # without a reply the client stays open, and is asked again
                     if reply is not None:
+                        # nobody has to answer a further question of the same phase
+                        self._forget_messages(client)
                         self._answered(client, open_, begun)
                         yield client, reply
                 if self.one_by_one and reply is not None:
@@ -323,14 +375,17 @@ class Link:
             # after the replies, as a site may have answered before it went
             open_ -= {client for client in open_ if self._is_lost(client)}
             now = time.monotonic()
-            if 0 < enough <= len(self.took):
-                until = min(until, begun + sorted(self.took.values())[enough - 1] + self.quorum.grace)
+            # a site that fails at once must not end the phase for slower ones that work
+            useful = sorted(took for client, took in self.took.items() if client not in self.useless)
+            if 0 < enough <= len(useful):
+                until = min(until, begun + useful[enough - 1] + self.quorum.grace)
             if not open_ or now >= until:
                 break
             if not heard:
                 time.sleep(min(self.poll, until - now))
         if kind == MessageType.TRAIN:
             self.trained = dict(self.took)
+        self._kind, self._longest[kind] = "", longest or self._longest.get(kind, 0.0)
         # a site at work on an earlier phase isn't asked anew before it answers, and its answer must not pass for one
         # of the next phase
         for sent in self._sent.values():
@@ -340,6 +395,23 @@ class Link:
         """Note that a client has answered, and the seconds since the phase began."""
         open_.discard(client)
         self.took[client] = time.monotonic() - begun
+        if self._kind == MessageType.TRAIN:
+            self._too_late.pop(client, None)
+            self.late.pop(client, None)
+
+    def _give_up(self, longest: float) -> None:
+        """Mark questions whose answer seems lost, so that their clients are asked again.
+
+        Args:
+            longest: seconds of the longest answer to compare with.
+        """
+        now = time.monotonic()
+        for sent in self._sent.values():
+            times = max((self.times_asked[client] for client in sent.clients), default=1)
+            if sent.late or not sent.clients or now - sent.pushed < times * max(LEAST_AGAIN, AGAIN * longest):
+                continue
+            sent.again = True
+            self.asked_again.update(sent.clients)
 
     def node(self, client: int) -> int:
         """Return the id of a client's last known node; a KeyError means that no node has claimed the client."""
@@ -362,7 +434,8 @@ class Link:
             {
                 "node": str(node),
                 "clients": [self.label(client) for client in sorted(clients)],
-                "present": not any(self._is_lost(client) for client in clients),
+                # also where a round waits for a lost site
+                "present": not any(client in self._lost for client in clients),
                 "seen": self.seen.get(node),
             }
             for node, clients in sorted(nodes.items(), key=lambda item: min(item[1]))
@@ -375,13 +448,19 @@ class Link:
         return gone or client not in self._node_of
 
     def _nodes(self) -> dict[int, str]:
-        """Return the public keys of all connected nodes, by node id."""
-        return {node.node_id: node.public_key.decode() for node in self.grid.get_nodes()}
+        """Return the public keys of all connected nodes, by node id, and note when each was last heard."""
+        alive = {}
+        for node in self.grid.get_nodes():
+            alive[node.node_id] = node.public_key.decode()
+            # Flower calls a dead node connected until its heartbeats have lapsed
+            is_known = 0 < node.heartbeat_interval < node.online_until
+            heard = node.online_until - HEARTBEATS * node.heartbeat_interval if is_known else time.time()
+            self.seen[node.node_id] = max(heard, self.seen.get(node.node_id, 0.0))
+        return alive
 
     def _look(self) -> dict[int, str]:
         """Greet new nodes, and note clients that are lost; return the public keys of all connected nodes."""
         alive = self._nodes()
-        self.seen |= dict.fromkeys(alive, time.time())
         self._greet(alive)
         now = time.monotonic()
         lost = {client for client, node in self._node_of.items() if node not in alive} - self._lost.keys()
@@ -398,15 +477,22 @@ class Link:
         """Ask new nodes for their clients; a node that was gone counts as new."""
         # a node can have restarted with other settings in between
         self._greeted &= alive.keys()
+        # the answer to a greeting can be lost too
+        now, greetings = time.monotonic(), [sent for sent in self._sent.values() if sent.round == 0]
+        for sent in greetings:
+            times = sum(other.node == sent.node for other in greetings)
+            if not sent.again and now - sent.pushed >= times * LEAST_AGAIN:
+                sent.again = True
+                self._greeted.discard(sent.node)
         self._waiting = {node: greeting for node, greeting in self._waiting.items() if node in alive}
         for node in alive.keys() - self._greeted:
             self._greeted.add(node)
             if self.first is not None and not self.first.agreed:
-                self._push(Sent(node, kind=FIRST), pack({"first": self.first.question()}), "first")
+                self._push(Sent(node, kind=FIRST, pushed=now), pack({"first": self.first.question()}), "first")
                 continue
             agreed = pieces("" if self.first is None else self.first.agreed)
             hello = {"hello": {"version": VERSION, "num_clients": self.clients, "agreed": agreed}}
-            self._push(Sent(node), pack(hello), "hello")
+            self._push(Sent(node, pushed=now), pack(hello), "hello")
 
     def _push(self, sent: Sent, content: RecordDict, group: str) -> None:
         message = Message(content, dst_node_id=sent.node, message_type=sent.kind, group_id=group, ttl=self.timeout)
@@ -436,10 +522,20 @@ class Link:
                         # a client that has moved to another node meanwhile is not lost
                         if self._node_of.get(client) == sent.node:
                             self._lost.setdefault(client, time.monotonic())
+                if reply.error.code == CRASHED and not sent.clients and self._crashes[sent.node] < CRASHES:
+                    self._crashes[sent.node] += 1
+                    self._greeted.discard(sent.node)
                 yield from self._failed(sent, reply.error.code, reply.error.reason or "")
-            elif sent.clients:
+                continue
+            self._crashes.pop(sent.node, None)
+            self.seen[sent.node] = time.time()
+            if sent.clients:
                 yield sent, reply.content
-            elif sent.kind == FIRST:
+                continue
+            self._sent = {
+                name: other for name, other in self._sent.items() if (other.node, other.round) != (sent.node, 0)
+            }
+            if sent.kind == FIRST:
                 self._heard_first(sent.node, reply.content)
             else:
                 self._heard(sent.node, reply.content)
@@ -457,12 +553,44 @@ class Link:
         about = f" with clients {', '.join(map(self.label, sent.clients))}" if sent.clients else ""
         rank_zero_warn(f"node {sent.node}{about}: Flower's error {code}: {plain(reason, 300)}")
         # an app that failed would fail again, so that only a lost message or node is worth a second try
-        yield sent, None if code in GONE or not sent.clients else failure("its site's app failed")
+        again = code in GONE or (code == CRASHED and all(self.times_asked[each] < CRASHES for each in sent.clients))
+        yield sent, None if again or not sent.clients else failure("its site's app failed")
 
     def _come_late(self, sent: Sent, reply: RecordDict | None) -> None:
         """Keep the reply to a training message whose phase is over, where late answers count."""
-        if reply is not None and self.quorum.late_rounds and sent.kind == MessageType.TRAIN:
+        if reply is None:
+            return
+        # the answer to a further question of the same phase is the same one, and would count twice
+        for client in sent.clients:
+            self._forget_messages(client)
+        if sent.kind != MessageType.TRAIN:
+            return
+        # it would count in the training at work, or in the next one
+        rounds = self._round - sent.round + (self._kind != MessageType.TRAIN)
+        if rounds > self.quorum.late_rounds:
+            self._advise(sent.clients, rounds)
+        if self.quorum.late_rounds:
             self._kept |= dict.fromkeys(sent.clients, (sent.round, reply))
+
+    def _advise(self, clients: Sequence[int], rounds: int) -> None:
+        """Say what would count the answers of clients that come too late again and again, once a client.
+
+        Args:
+            clients: clients with an answer that comes too late.
+            rounds: by how many rounds.
+        """
+        self._too_late.update(clients)
+        slow = [client for client in clients if self._too_late[client] >= TOO_LATE]
+        if new := [client for client in slow if client not in self.late]:
+            rank_zero_warn(
+                f"answers of client {', '.join(map(self.label, new))} come {rounds} rounds late and don't count; "
+                + self.advice(rounds)
+            )
+        self.late |= dict.fromkeys(slow, rounds)
+
+    def advice(self, rounds: int) -> str:
+        """Return the setting by which answers would count that come some rounds late."""
+        return f"late-rounds={rounds} would count them." if self.takes_late else "a longer grace would wait for them."
 
     def _late_answers(self, kind: str, round: int, open_: Collection[int]) -> list[Answer]:
         """Return the kept replies about open clients in a training phase, and forget those that are too old."""
@@ -483,8 +611,28 @@ class Link:
             # asked for the next step, or greeted
             self._greeted -= set(first.take(node, told))
         except Refused as refusal:
-            self.refusals[node] = str(refusal)
-            rank_zero_warn(f"node {node} is refused: {refusal}")
+            self._refuse(node, content, refusal)
+
+    def _refuse(self, node: int, content: RecordDict, refusal: Refused) -> None:
+        """Note and say that a site's greeting is refused, with the clients that it claims."""
+        self.refusals[node] = str(refusal)
+        self.claims[node] = self._claimed(node, content)
+        site = f"site of clients {self.claims[node]} at " if self.claims[node] else ""
+        rank_zero_warn(f"{site}node {node} is refused: {refusal}")
+
+    def _claimed(self, node: int, content: RecordDict) -> str:
+        """Return the clients that a site has or says it has, for messages; an empty text if nobody knows."""
+        if known := [self.label(client) for client, other in sorted(self._node_of.items()) if other == node]:
+            return ", ".join(known)
+        # of another version, or of a site that lies: any part may be missing
+        with suppress(Refused, KeyError, TypeError, AttributeError):
+            if "hello" in names(content):
+                told = unpack(content, "hello", limit=0)
+                own = range(self.clients)
+                claimed = [self.label(client) if client in own else shown(client) for client in told["clients"]]
+                return plain(", ".join([*claimed, *map(str, told.get("new", ()))]), LONGEST)
+            return plain(unpack(content, "site", {"clients": ""}, limit=0)["clients"], LONGEST)
+        return ""
 
     def _heard(self, node: int, content: RecordDict) -> None:
         """Check a node's greeting, and record the node's clients; warn of a wrong greeting, and record no client."""
@@ -510,8 +658,7 @@ class Link:
             new = [name for name in hello["new"] if name not in own]
             self._check_new(new, {name: hello["new"][name] for name in new}, permitted)
         except Refused as refusal:
-            self.refusals[node] = str(refusal)
-            rank_zero_warn(f"node {node} is refused: {refusal}")
+            self._refuse(node, content, refusal)
             # a site that comes back with other settings takes part no longer
             for client in [client for client, other in self._node_of.items() if other == node]:
                 self._forget_messages(client)
@@ -654,13 +801,14 @@ def initial_of(modules: Sequence[ClientModule]) -> str:
     return digest([module.state_dict() for module in modules])
 
 
-def failure(reason: str) -> RecordDict:
+def failure(reason: str, clients: str = "") -> RecordDict:
     """Return the content of a message with a reason in the place of answers.
 
     Args:
         reason: one sentence.
+        clients: the clients of the site that fails, as its own settings name them.
     """
-    return pack({"failure": {"reason": reason}})
+    return pack({"failure": {"reason": reason}, "site": {"clients": clients}})
 
 
 def check_failure(content: RecordDict) -> None:
@@ -669,5 +817,5 @@ def check_failure(content: RecordDict) -> None:
     Raises:
         Refused: with the site's reason.
     """
-    if names(content) == ["failure"]:
+    if "failure" in names(content):
         raise Refused(plain(unpack(content, "failure", {"reason": ""}, limit=0)["reason"]))

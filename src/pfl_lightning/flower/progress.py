@@ -1,6 +1,7 @@
 """The state of a deployment for its operator: a line per round, and a file for ``pfl-lightning status``."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +15,11 @@ from pfl_lightning.callbacks.checkpoints import LastCheckpoint
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.remote import Remote
-from pfl_lightning.runs.deployment_status import write_status
+from pfl_lightning.runs.deployment_status import waits, write_status
 from pfl_lightning.stopping import Stopped
 
+LONG = 60.0
+"""Seconds of a phase from which a line says whom it waits for, and once more each time they have doubled."""
 REWRITTEN = 2.0
 """Least number of seconds between two writings of the file without news."""
 
@@ -37,7 +40,8 @@ class Progress(FederatedCallback):
         self._state["checkpoint"] = checkpoint
         self._cohort: list[int] = []
         self._begun = self._written = -math.inf
-        self._told = -1
+        self._told, self._next = -1, LONG
+        self._parent = os.getppid()
         link.on_look = self._look
 
     @contextmanager
@@ -48,7 +52,11 @@ class Progress(FederatedCallback):
             yield
         except BaseException as error:
             stopped = isinstance(error, (Stopped, KeyboardInterrupt, SystemExit))
-            self._write(state="stopped" if stopped else "failed", reason=" ".join(str(error).split())[:500])
+            reason = " ".join(str(error).split())[:500]
+            # Flower then interrupts the app by a signal that nobody has sent
+            if stopped and os.getppid() != self._parent:
+                reason = "the SuperLink has ended, or its flower-superexec, and the server's app with it"
+            self._write(state="stopped" if stopped else "failed", reason=reason)
             raise
         # not in a `finally`: a run that ends early has another state
         self._write(state="finished")
@@ -67,6 +75,7 @@ class Progress(FederatedCallback):
         """Start the round's clock."""
         self._cohort, self._begun = cohort, time.monotonic()
         self.link.trained.clear()
+        self.link.asked_again.clear()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the round's line, once evaluated, and write the file."""
@@ -75,7 +84,7 @@ class Progress(FederatedCallback):
         row, monitor = federation.metrics, federation.monitor
         absent = [int(client) for client in str(row["absent"]).split()]
         refused = {label(client): reason for client, reason in sorted(engine.refusals.items())}
-        answered = len(set(self._cohort).difference(absent))
+        answered = len(set(self._cohort).difference(absent, engine.refusals))
         parts = [f"{answered} of {len(self._cohort)} clients answered"]
         if absent:
             parts.append(f"absent {', '.join(map(label, absent))}")
@@ -87,6 +96,8 @@ class Progress(FederatedCallback):
         if took := self.link.trained:
             slowest = max(took, key=lambda client: took[client])
             parts.append(f"slowest client {label(slowest)} after {took[slowest]:.1f} s")
+        if again := sorted(self.link.asked_again):
+            parts.append(f"asked again {', '.join(map(label, again))}")
         line = f"round {federation.round} of {trainer.max_epochs}, {time.monotonic() - self._begun:.1f} s: "
         line += "; ".join(parts)
         # flushed, as Flower passes on what an app prints, and its pipe is no terminal
@@ -100,6 +111,12 @@ class Progress(FederatedCallback):
         if self._state["state"] == "waiting" and present != self._told:
             self._told = present
             print(f"waiting for sites: {present} of {self.link.clients} clients have one", flush=True)
+        round, seconds, clients = self.link.waiting()
+        if seconds < LONG:
+            self._next = LONG
+        elif seconds >= self._next and clients:
+            self._next = 2 * seconds
+            print(waits(round, seconds, [self.link.label(client) for client in clients]), flush=True)
         if time.monotonic() - self._written > REWRITTEN:
             self._write()
 
@@ -112,11 +129,22 @@ class Progress(FederatedCallback):
         sites = self.link.sites()
         known = {client for site in sites for client in site["clients"]}
         every = [self.link.label(client) for client in range(self.link.clients)]
+        round, seconds, clients = self.link.waiting()
+        now = {"round": round, "since": time.time() - seconds, "clients": [every[client] for client in clients]}
+        late = {
+            every[client]: f"answers come {rounds} rounds late and don't count; {self.link.advice(rounds)}"
+            for client, rounds in sorted(self.link.late.items())
+        }
         state = {
             **self._state,
+            "now": now if clients else {},
+            "late": late,
             "sites": sites,
             "without_site": [client for client in every if client not in known],
-            "refused_sites": [{"node": str(node), "reason": reason} for node, reason in self.link.refusals.items()],
+            "refused_sites": [
+                {"node": str(node), "clients": self.link.claims.get(node, ""), "reason": reason}
+                for node, reason in self.link.refusals.items()
+            ],
         }
         # a full disk or a removed folder must not end the rounds
         with suppress(OSError):

@@ -206,6 +206,7 @@ class Remote(Engine):
         try:
             return self._outcome(job, content)
         except Refused as reason:
+            self.link.useless.add(job.client)
             return reason
 
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
@@ -277,6 +278,7 @@ class Remote(Engine):
                 summed.trained[client] = outcome
                 self._count_seconds(outcome)
             except Refused as reason:
+                self.link.useless.add(client)
                 exchange.refused[client] = reason
         return summed._replace(encoding=encoding, row=self._alike(jobs[min(jobs)], shown))
 
@@ -343,6 +345,7 @@ class Remote(Engine):
             try:
                 yield client, self._metrics(asked[client], self._answer(content, client))
             except Refused as reason:
+                self.link.useless.add(client)
                 rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
 
     def _train_ahead(self, asked: dict[int, Job], left_out: Collection[int]) -> Iterator[Evaluated]:
@@ -357,7 +360,7 @@ class Remote(Engine):
         jobs = coming(left_out)
         measured = {client: asked.pop(client) for client in jobs if client in asked}
         splits = {client: job.evaluate for client, job in measured.items()}
-        self._ahead = {}
+        self._ahead, self.trains_ahead = {}, True
         for client, content in self._ask(MessageType.TRAIN, jobs, measure=splits):
             # made in a validation, updates would be tensors that no server can change
             with torch.inference_mode(False):

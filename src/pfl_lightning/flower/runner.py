@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,22 @@ PAUSE = 5.0
 """Seconds between two questions to a SuperLink that doesn't answer, or about a run whose log has ended."""
 LOST = 5
 """Largest number of runs that may be lost one after another, without the end of a round in between."""
+UNSTARTED = 300.0
+"""Seconds in which Flower has to start a run's server's app; a busy machine takes one minute."""
 OWN_ERROR = "ServerApp failed with exception"
 """Flower's words for a server's app that has ended by an error, which another run would repeat."""
+
+
+WAITS = ("pending", "starting")
+"""Flower's words for a run whose server's app doesn't run yet."""
+UNSTARTABLE = "unstarted"
+"""Our word for a run that stays so."""
+
+
+NAME = "given"
+"""Name of a connection that the command line gives by its address."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+"""Hosts that are this machine, which need no certificate."""
 
 
 class Runner:
@@ -27,15 +42,25 @@ class Runner:
 
     Args:
         app: the folder of the app.
-        connection: name of the connection to the SuperLink; empty for Flower's default.
+        connection: name of the connection to the SuperLink in Flower's settings, or the address of a SuperLink, such as
+            ``127.0.0.1:8000``; empty for Flower's default.
         settings: settings of the app, each in the form of ``flwr run -c``.
         anew: whether a new run begins where the last one hasn't finished.
+        certificates: the certificate of the authority by which a SuperLink at an address is known; None for one on this
+            machine without any.
 
     Raises:
         MisconfigurationException: if the folder is no app, Flower isn't installed, or a setting is the command's own.
     """
 
-    def __init__(self, app: Path, connection: str = "", settings: Sequence[str] = (), anew: bool = False) -> None:
+    def __init__(
+        self,
+        app: Path,
+        connection: str = "",
+        settings: Sequence[str] = (),
+        anew: bool = False,
+        certificates: Path | None = None,
+    ) -> None:
         if any("ckpt-path" in setting for setting in settings):
             raise MisconfigurationException(
                 "flower run: -c 'ckpt-path=...' is for `flwr run`; this command finds the last checkpoint of a run "
@@ -55,6 +80,17 @@ class Runner:
                 "flower run: Flower isn't installed; pip install 'pfl-lightning[flower]', with Python 3.11 or newer."
             )
         self.program, self.app, self.anew = program, app, anew
+        self.environment = dict(os.environ)
+        if ":" in connection:
+            # Flower takes the names of connections alone, from a file in its folder
+            self._home = tempfile.TemporaryDirectory(prefix="pfl-lightning-flwr-")
+            Path(self._home.name, "config.toml").write_text(connections(connection, certificates), encoding="utf-8")
+            self.environment["FLWR_HOME"], connection = self._home.name, NAME
+        elif certificates is not None:
+            raise MisconfigurationException(
+                f"flower run: --root-certificates={certificates} is for an address such as server.example:8000, and "
+                f"the connection {connection or 'by default'} has its own in Flower's settings; leave it out."
+            )
         self.connection = [connection] if connection else []
         self.settings = [word for setting in settings for word in ("-c", setting)]
         self._lines = self._rounds = 0
@@ -71,6 +107,9 @@ class Runner:
             status, details = self._followed(number)
             if status == "finished:completed":
                 return 0
+            if status == UNSTARTABLE:
+                tell(f"run {number} is waiting: {details}")
+                return 1
             if status != "finished:failed" or (details.startswith(OWN_ERROR) and ENDED not in details):
                 tell(f"run {number} has {status.removeprefix('finished:')}: {details}")
                 return 1
@@ -112,9 +151,8 @@ class Runner:
 
     def _followed(self, number: str) -> tuple[str, str]:
         """Print what a run's server says until the run has ended; return Flower's status of the run, and its reason."""
-        told = False
+        told, printed, handed = False, False, time.monotonic()
         while True:
-            self._print_log(number)
             answer = self._asked("list")
             if answer.get("success"):
                 told = False
@@ -122,16 +160,32 @@ class Runner:
                 unknown = {"run-id": number, "status": "finished:failed", "status-details": "the SuperLink forgot it"}
                 run = next((run for run in answer["runs"] if str(run["run-id"]) == number), unknown)
                 if run["status"].startswith("finished"):
+                    if not printed:
+                        self._print_log(number)
                     return run["status"], run["status-details"]
-            elif not told:
-                tell("the SuperLink doesn't answer; it is asked again until it does.")
-                told = True
+                # the log of a run that doesn't start has no end
+                if run["status"] not in WAITS:
+                    if printed:
+                        time.sleep(PAUSE)
+                    self._print_log(number)
+                    printed = True
+                    continue
+                if time.monotonic() - handed > UNSTARTED:
+                    return UNSTARTABLE, (
+                        f"it hasn't started in {UNSTARTED:.0f} s, as Flower's flower-superexec is busy or has ended; "
+                        "look at what flower-superlink says, start it again with the same --database, and then this "
+                        "command."
+                    )
+            else:
+                if not told:
+                    tell("the SuperLink doesn't answer; it is asked again until it does.")
+                told, printed = True, False
             time.sleep(PAUSE)
 
     def _print_log(self, number: str) -> None:
         """Print new lines of a run's log, until the log has ended or the connection is lost."""
         command = [self.program, "log", number, *self.connection, "--stream"]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = self.environment | {"PYTHONUNBUFFERED": "1"}
         lines = 0
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
@@ -159,12 +213,34 @@ class Runner:
             [self.program, command, *words, *self.connection, *after, "--format", "json"],
             capture_output=True,
             text=True,
+            env=self.environment,
         )
         try:
             answer = json.loads(told.stdout)
         except ValueError:
             return {"success": False, "error-message": told.stdout + told.stderr}
         return answer if isinstance(answer, dict) else {"success": False}
+
+
+def connections(address: str, certificates: Path | None) -> str:
+    """Return Flower's file of connections with one connection, named `NAME`.
+
+    Args:
+        address: host and port of the SuperLink.
+        certificates: the authority's certificate; None for a SuperLink on this machine without TLS.
+
+    Raises:
+        MisconfigurationException: if the SuperLink is on another machine and there is no certificate.
+    """
+    if certificates is None and address.rpartition(":")[0] not in LOOPBACK:
+        raise MisconfigurationException(
+            f"flower run: {address} is on another machine; give --root-certificates ca.pem, the certificate of the "
+            "authority that has signed the SuperLink's."
+        )
+    how = (
+        "insecure = true" if certificates is None else f"root-certificates = {json.dumps(str(certificates.resolve()))}"
+    )
+    return f"[superlink]\ndefault = {NAME!r}\n\n[superlink.{NAME}]\naddress = {json.dumps(address)}\n{how}\n"
 
 
 def tell(text: str) -> None:

@@ -273,10 +273,12 @@ def serve(
     cohort = trainer.rounds.cohort_size(data.num_clients)
     keys_now = keys if keys is None or callable(keys) else lambda: keys
     trainer.rounds = replace(trainer.rounds, example_privacy=private)
-    told = settings_told(trainer, modules, aggregator or client.configure_aggregator(), data)
+    server = aggregator or client.configure_aggregator()
+    told = settings_told(trainer, modules, server, data)
     link = Link(
         grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first, told
     )
+    link.takes_late = not (together or private or server.guarantee or trainer.rounds.secure_sum is not None)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, link.names, max_clients)
     progress, states = Progress(link, status, ckpt_path), States(link, patience, together)

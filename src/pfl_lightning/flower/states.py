@@ -1,5 +1,6 @@
 """Versions of clients' states, such as personal parameters, on a site's own disk between rounds."""
 
+import math
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.engines import ClientState
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.runs.checkpoint_io import compare_checksums, flaw, save
+from pfl_lightning.runs.folder import NO_ROOM
 from pfl_lightning.runs.whole_files import replacing
 
 # 64 random bits, so that runs and processes need no common counter
@@ -81,7 +83,9 @@ class StateVersions:
             sync(line.parent)
             sync(self.folder)
         if live is not None:
-            drop(line, {token, after, *live})
+            # newer ones may answer the same question, asked twice: the server may take any of the answers
+            since = math.inf if after is None else self._file(client, after).stat().st_mtime
+            drop(line, {token, after, *live}, since)
         return token
 
     def load(self, client: int, token: str) -> ClientState:
@@ -125,19 +129,21 @@ class StateVersions:
         return found
 
 
-def drop(line: Path, needed: Collection[str | None]) -> None:
+def drop(line: Path, needed: Collection[str | None], since: float = math.inf) -> None:
     """Remove versions of no further use, and files left by killed processes.
 
     Args:
         line: the folder of a line of versions.
         needed: tokens of the versions to keep.
+        since: time of the system's clock from which on versions are kept.
     """
     for path in line.iterdir():
         # Flower runs messages in processes of their own, so that another one may have removed the file already
         with suppress(FileNotFoundError):
             # a young unfinished file may be one that another process is writing now
             left_behind = path.suffix != ".pt" and time.time() - path.stat().st_mtime > LEFT_BEHIND
-            if left_behind or (path.suffix == ".pt" and path.stem not in needed):
+            is_old = path.suffix == ".pt" and path.stem not in needed and path.stat().st_mtime < since
+            if left_behind or is_old:
                 path.unlink()
 
 
@@ -147,8 +153,11 @@ def written(path: Path) -> Iterator[Path]:
 
     Args:
         path: the final file; an older file is replaced.
+
+    Raises:
+        MisconfigurationException: if the disk is full.
     """
-    with replacing(path) as partial:
+    with with_room(path), replacing(path) as partial:
         # made before writing, since torch.save would make a file with the umask's mode, readable for others
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -156,6 +165,20 @@ def written(path: Path) -> Iterator[Path]:
         # before the move: after a power cut the new name would else stand for an empty file
         sync(partial)
     sync(path.parent)
+
+
+@contextmanager
+def with_room(path: Path) -> Iterator[None]:
+    """Explain a full disk inside this context in a sentence for the site's operator, whom the server's may call."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise MisconfigurationException(
+            f"{path.parent}: {error.strerror} at the site; make room there, and it takes part again from the next "
+            "round on."
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The process of a site that stays for the messages of a run; `pfl_lightning.resident` starts it."""
+"""The process of a site that stays for the messages of a federation; `pfl_lightning.resident` starts it."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flwr.app import Context, RecordDict
 
 from pfl_lightning.flower.apps import worker_of
 from pfl_lightning.flower.client_app import Worker, answer
+from pfl_lightning.runs.locks import is_alive
 
 IDLE = 1800.0
 """Seconds without a message after which the process ends; the next message starts another one."""
@@ -26,7 +26,7 @@ class Resident:
     """Answers messages one after another, by a worker that is made once.
 
     Args:
-        settings: folder of the app, ids of run and node, and the settings of both.
+        settings: folder of the app, the node's id, and the node's settings.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -35,49 +35,48 @@ class Resident:
         self.used = time.monotonic()
         self._worker: Worker | None = None
 
-    def worker(self, state: RecordDict) -> Worker:
-        """Return the site's worker, made at the first message that needs it.
+    def worker(self, state: RecordDict, run: int, run_config: Mapping[str, Any]) -> Worker:
+        """Return the site's worker, made at the first message of a run that needs it.
 
         Args:
             state: the node's record of secrets of sums.
+            run: Flower's id of the run.
+            run_config: Flower's settings of the run.
         """
         told = self.settings
-        if self._worker is None:
-            context = Context(told["run"], told["node"], told["node_config"], state, told["run_config"])
+        if self._worker is None or self._worker.run != run:
+            # two at once would take twice the memory
+            self._worker = None
+            context = Context(run, told["node"], told["node_config"], state, dict(run_config))
             self._worker = worker_of(Path(told["folder"]), context)
         self._worker.memory = state
         return self._worker
 
-    def serve(self, connection: Connection) -> None:
-        """Answer the message of a connection."""
+    def serve(self, connection: Connection) -> bool:
+        """Answer the message of a connection; return False at the end of the federation."""
         self.busy = True
         try:
-            kind, content, state, ttl = connection.recv()
-            connection.send((answer(kind, content, lambda: self.worker(state), ttl), state))
+            if (told := connection.recv()) is None:
+                connection.send(None)
+                return False
+            kind, content, state, ttl, run, run_config = told
+            clients = str(self.settings["node_config"].get("clients", ""))
+            content = answer(kind, content, lambda: self.worker(state, run, run_config), ttl, clients)
+            connection.send((content, state))
         # the process that has brought the message can be killed
         except (EOFError, ConnectionError):
             pass
         finally:
             self.busy, self.used = False, time.monotonic()
+        return True
 
     def watch(self, parent: int, address: Path) -> None:
         """End this process when the node's process has ended, or after a time without messages."""
         # polled, since a process can't wait for the end of one that isn't its child
-        while runs(parent) and (self.busy or time.monotonic() - self.used < IDLE):
+        while is_alive(parent) and (self.busy or time.monotonic() - self.used < IDLE):
             time.sleep(PAUSE)
         address.unlink(missing_ok=True)
         os._exit(0)
-
-
-def runs(process: int) -> bool:
-    """Return whether a process runs; a process that has ended and whose parent hasn't looked yet doesn't."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
 
 
 def main(address: Path) -> None:
@@ -92,9 +91,10 @@ def main(address: Path) -> None:
     # no message waits for the imports above: the socket is made after them
     with Listener(str(address), "AF_UNIX") as listener:
         threading.Thread(target=resident.watch, args=(settings["parent"], address), daemon=True).start()
-        while True:
+        goes_on = True
+        while goes_on:
             with listener.accept() as connection:
-                resident.serve(connection)
+                goes_on = resident.serve(connection)
 
 
 if __name__ == "__main__":

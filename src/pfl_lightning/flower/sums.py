@@ -178,6 +178,7 @@ class Exchange:
                     self.signatures[client] = plain(signature, SIGNATURE)
                 yield client, read(content, client)
             except Refused as reason:
+                self.link.useless.add(client)
                 self.refused[client] = reason
                 if step == "reveal":
                     # only a warning: the client's vector is in the sum, and other clients' shares may be enough

@@ -101,6 +101,16 @@ def names(content: "RecordDict") -> list[str]:
     return [name.removeprefix(RECORD) for name in content.config_records if name.startswith(RECORD)]
 
 
+def message_digest(content: "RecordDict") -> str:
+    """Return a digest of a message's content, equal for a message that is sent twice."""
+    told = hashlib.blake2b(digest_size=16)
+    for name in names(content):
+        told.update(json.dumps([name, content.config_records[RECORD + name]["tree"]]).encode())
+    for array in content.array_records[TENSORS].values():
+        told.update(array.data)
+    return told.hexdigest()
+
+
 def unpack(
     content: "RecordDict", name: str, like: Any = None, keys: int = 0, limit: int = LIMIT, folder: Path | None = None
 ) -> Any:

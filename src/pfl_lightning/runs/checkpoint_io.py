@@ -152,6 +152,26 @@ MODEL, BEST = "model.ckpt", "best.ckpt"
 """A client's model of the last round, and of the round that was best on validation, in the client's folder."""
 
 
+def federation_in(state_dir: Path) -> Path:
+    """Return the folder of a site's federation: of the only one in the site's folder, or the folder itself.
+
+    Args:
+        state_dir: the site's folder, which has one of each federation, or the folder of a federation.
+
+    Raises:
+        MisconfigurationException: if there are several federations.
+    """
+    if any(state_dir.glob(f"*/{MODEL}")):
+        return state_dir
+    found = sorted({path.parents[1] for path in state_dir.glob(f"*/*/{MODEL}")})
+    if len(found) > 1:
+        raise MisconfigurationException(
+            f"state-dir={str(state_dir)!r} has models of several federations; give the folder of one, "
+            f"{' or '.join(map(str, found))}."
+        )
+    return found[0] if found else state_dir
+
+
 def models_in(state_dir: Path, best: bool) -> dict[str, Path]:
     """Return the checkpoints of a site's clients, by name and by id.
 

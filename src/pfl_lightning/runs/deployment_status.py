@@ -4,13 +4,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pfl_lightning.runs.locks import is_alive
+from pfl_lightning.runs.locks import is_alive, started
 from pfl_lightning.runs.whole_files import replacing
 
 try:
@@ -44,6 +44,14 @@ def project_of(app: Path) -> dict[str, Any]:
     return tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+def is_app(place: Path) -> bool:
+    """Return whether a folder is an app of Flower."""
+    try:
+        return "app" in project_of(place)["tool"]["flwr"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def status_file(place: Path) -> Path | None:
     """Return the file of a deployment's state; None for a folder without any.
 
@@ -59,6 +67,20 @@ def status_file(place: Path) -> Path | None:
     return next((path for path in (told, place / FILE) if path.is_file()), None)
 
 
+def waits(round: int, seconds: float, clients: Sequence[str]) -> str:
+    """Return for how long a round has been at work, and for whom it waits.
+
+    >>> waits(7, 84.2, ["4 (Ulm)"])
+    'round 7 for 84 s; waiting for client 4 (Ulm)'
+
+    Args:
+        round: the round's number from 1.
+        seconds: the seconds of its phase.
+        clients: the clients without an answer, as messages name them.
+    """
+    return f"round {round} for {seconds:.0f} s; waiting for client{'s' * (len(clients) > 1)} {', '.join(clients)}"
+
+
 def write_status(path: Path, content: Mapping[str, Any]) -> None:
     """Write the state of a deployment in one step, with time, process and host.
 
@@ -67,6 +89,7 @@ def write_status(path: Path, content: Mapping[str, Any]) -> None:
         content: the state, as `DeploymentStatus` has it.
     """
     own = {"written": time.time(), "process": os.getpid(), "host": socket.gethostname()}
+    own["started"] = started(os.getpid())
     with replacing(path) as partial:
         partial.write_text(json.dumps({**content, **own}, indent=2) + "\n", encoding="utf-8")
 
@@ -98,8 +121,14 @@ class DeploymentStatus:
             return state
         # a process that was killed has had no time to write how it ended; those of other machines can't be asked
         here = self.told.get("host") == socket.gethostname()
-        lives = is_alive(int(self.told["process"])) if here else time.time() - self.told["written"] < SILENT
+        lives = self._lives if here else time.time() - self.told["written"] < SILENT
         return state if lives else "dead"
+
+    @property
+    def _lives(self) -> bool:
+        """Whether the process of the file is alive, and no other one that has got its number."""
+        process = int(self.told["process"])
+        return is_alive(process) and self.told.get("started", "") in ("", started(process))
 
     @property
     def unfinished(self) -> Path | None:

@@ -35,7 +35,7 @@ def is_locked(file: IO[str]) -> bool:
 
 
 def is_alive(process: int) -> bool:
-    """Return whether a process with this id exists."""
+    """Return whether a process with this id runs; one that has ended and whose parent hasn't looked yet doesn't."""
     try:
         # signal 0 is never delivered: only the existence of the process is checked
         os.kill(process, 0)
@@ -43,8 +43,27 @@ def is_alive(process: int) -> bool:
         return False
     # another user's process: alive, but not ours to signal
     except PermissionError:
-        return True
-    return True
+        pass
+    return stat_of(process)[:1] != ["Z"]
+
+
+def started(process: int) -> str:
+    """Return when a process began, as the system counts, by which a number given again is told apart; empty if unknown.
+
+    Args:
+        process: the process's id.
+    """
+    told = stat_of(process)
+    return told[19] if len(told) > 19 else ""
+
+
+def stat_of(process: int) -> list[str]:
+    """Return what Linux tells of a process from its state on; nothing on other systems."""
+    try:
+        # the name before it may have spaces and parentheses
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def at_work_in(folder: Path) -> str:
