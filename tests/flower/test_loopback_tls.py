@@ -211,17 +211,11 @@ class Machines:
                             found.add((*who, *sockets[inode[1]]))
         return found
 
-    def ask(self, target, body=b"", method="POST", host=OUTSIDE):
-        """The status by which the proxy answers a request as it is written here."""
+    def ask(self, target, body):
+        """The status by which the proxy answers a request without a signature."""
         trust = ssl.create_default_context(cafile=str(self.folder / "clinics" / "ca.pem"))
         link = http.client.HTTPSConnection(OUTSIDE, self.door, context=trust, timeout=60)
-        link.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-        for name, value in {"Host": host, "Content-Type": PROTOBUF_MEDIA_TYPE, "Content-Length": len(body)}.items():
-            link.putheader(name, str(value))
-        link.endheaders()
-        # the answer may come before all is sent
-        with suppress(OSError):
-            link.send(body)
+        link.request("POST", target, body, {"Content-Type": PROTOBUF_MEDIA_TYPE})
         return link.getresponse().status
 
     def end(self):
@@ -326,28 +320,9 @@ def test_a_site_joins_from_another_address_and_a_stranger_does_not(machines):
         code, said = machines.run("stranger", attempt)
         assert code != 0 and "403" in said
     register = RegisterNodeRequest(public_key=(stranger / "evil.pub").read_bytes()).SerializeToString()
-    control = "/v1/control/register-node"
-    for path in (
-        control,
-        f"/{control}",
-        f"https://127.0.0.1:{machines.inside}{control}",
-        "/v1/fleet/../control/register-node",
-        "/v1/fleet/%2e%2e/control/register-node",
-        "/v1/fleet/..%2fcontrol/register-node",
-        f"{control}/../../fleet/pull-messages",
-        f"{control}%3f/../../fleet/pull-messages",
-        f"{control}#/../../../v1/fleet/pull-messages",
-        f"/v1/fleet/pull-messages?{control}",
-        "/v1/runtime/acquire-task",
-        "/openapi.json",
-    ):
-        assert machines.ask(path, register) == 403, path
-    assert machines.ask("/v1/fleet/pull-messages", method="GET") == 403
-    assert machines.ask("/v1/fleet/pull-messages", host=f"127.0.0.1{control}?") == 400
+    assert machines.ask("/v1/control/register-node", register) == 403
     # a site's requests come through, and are refused by the SuperLink without a site's signature
-    assert machines.ask("/v1/fleet/pull-messages") == 401
-    # nobody fills its memory with what it reads before it asks for one
-    assert machines.ask("/v1/fleet/pull-messages", bytes(64_000_001)) == 413
+    assert machines.ask("/v1/fleet/pull-messages", b"") == 401
     with socket.socket() as direct:
         assert direct.connect_ex((OUTSIDE, machines.inside)) != 0
     machines.wait(lambda: machines.processes["stranger"].poll() is not None)
