@@ -1,17 +1,33 @@
 """Canaries bound a guarantee's epsilon from below: within a right claim, and above a wrong one."""
 
 import json
+import math
 from functools import partial
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD
 
-from federations import CLASSES, Blobs, Pause, blobs, equal, fit, make_client, make_trainer, read_csv, untimed
+from federations import (
+    CLASSES,
+    Altered,
+    Blobs,
+    Pause,
+    Spy,
+    blobs,
+    equal,
+    fit,
+    make_client,
+    make_trainer,
+    read_csv,
+    untimed,
+)
 from pfl_lightning.callbacks import CanaryAudit
+from pfl_lightning.data import Samples
 from pfl_lightning.engines import examples
 from pfl_lightning.methods import Ditto, FedAvg, FedPer, Local
 from pfl_lightning.nets import Net
@@ -36,18 +52,21 @@ def wide(input_shape, num_classes):
     return Net(nn.Sequential(nn.Linear(input_shape[0], 60), nn.ReLU()), nn.Linear(60, num_classes))
 
 
-def of_clients(z, canaries=100, method=FedAvg, root="unused", ckpt_path=None, unit=None, pause=None, **settings):
+def of_clients(
+    z, canaries=100, method=FedAvg, root="unused", ckpt_path=None, unit=None, pause=None, seed=3, **settings
+):
     aggregator = settings.pop("aggregator", DPAverage(noise_multiplier=z, delta=1e-5))
     callbacks = [CanaryAudit(canaries, unit), *([Pause(pause)] if pause else [])]
-    model = make_client(method, net=wide)
+    model = make_client(method, seed, net=wide)
     settings = {"max_rounds": 1, "callbacks": callbacks, **settings}
     return fit(model, blobs(), root, aggregator=aggregator, ckpt_path=ckpt_path, **settings)
 
 
-def of_samples(z, canaries=50, method=FedAvg, root="unused", ckpt_path=None, pause=None, **settings):
-    lightning.seed_everything(3, verbose=False)
+def of_samples(z, canaries=80, method=FedAvg, root="unused", ckpt_path=None, pause=None, seed=3, **settings):
+    lightning.seed_everything(seed, verbose=False)
     model = method(net=wide, optimizer=partial(SGD, lr=0.05), input_shape=(FEATURES,), num_classes=CLASSES)
-    data = blobs(30, 40, 50, data=Deep, val_fraction=0.0, batch_size=settings.pop("batch_size", 50))
+    kind = {"data": settings.pop("data", Deep), "batch_size": settings.pop("batch_size", 50)}
+    data = blobs(30, 40, 50, val_fraction=0.0, **kind)
     privacy = DPSGD(noise_multiplier=z, delta=1e-5)
     callbacks = [CanaryAudit(canaries), *([Pause(pause)] if pause else [])]
     settings = {"max_rounds": 1, "example_privacy": privacy, "callbacks": callbacks, **settings}
@@ -56,6 +75,10 @@ def of_samples(z, canaries=50, method=FedAvg, root="unused", ckpt_path=None, pau
 
 def found(run):
     return run.federation.audit["audited_epsilon"], run.federation.audit["epsilon"]
+
+
+def both(run):
+    return run.federation.audit["audited_epsilon"], run.federation.audit["audited_epsilon_gaussian"]
 
 
 def unbounded(self, gradients, taken):
@@ -87,11 +110,18 @@ def test_the_bound_for_samples_is_within_the_claim_and_without_clipping_above_it
     assert bound > claim
 
 
-def test_noise_that_is_too_small_is_found(monkeypatch):
-    real = dp_average.seeded_normal
-    monkeypatch.setattr(dp_average, "seeded_normal", lambda size, *key: real(size, *key) / 20)
-    bound, claim = found(of_clients(4.0))
-    assert bound > claim
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("audited", [of_clients, of_samples])
+@pytest.mark.by_default("of_clients-0", "of_clients-1", "of_samples-0", "of_samples-1")
+def test_a_tenth_of_the_noise_is_found_by_both_bounds_and_all_of_it_by_none(audited, seed, monkeypatch):
+    run = audited(4.0, seed=seed)
+    assert max(both(run)) < found(run)[1]
+    for place, name in ((DPSGD, "drawn_noise"), (DPAverage, "_drawn")):
+        real = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, real=real: real(*args) / 10)
+    less = audited(4.0, seed=seed)
+    assert found(less)[1] == found(run)[1] < min(both(less))
+    assert 0.4 < less.federation.audit["audited_noise_multiplier"] < 2
 
 
 @pytest.mark.parametrize("audited", [of_clients, of_samples])
@@ -100,9 +130,10 @@ def test_a_right_guarantee_with_little_noise_has_a_bound_above_zero(audited):
     assert 1 < bound < claim
 
 
-def test_small_batches_and_personal_heads_are_audited_too():
-    bound, claim = found(of_samples(0.3, batch_size=10, method=FedPer, max_rounds=3))
-    assert 0 < bound < claim
+@pytest.mark.parametrize("method", [FedPer, Ditto])
+def test_small_batches_and_personal_models_are_audited_too(method):
+    run = of_samples(0.3, batch_size=10, method=method, max_rounds=3)
+    assert 0 < max(both(run)) < found(run)[1]
 
 
 def test_canaries_of_poisson_rounds_are_drawn_as_clients_are():
@@ -113,23 +144,61 @@ def test_canaries_of_poisson_rounds_are_drawn_as_clients_are():
 # What it looks at
 
 
-def test_a_sample_that_is_left_out_has_no_influence():
-    run = of_samples(1.0)
-    data = run.data
-    audit = next(callback for callback in run.trainer.callbacks if isinstance(callback, CanaryAudit))
-    samples, coins = data.part(1, "train"), audit.included(run.federation)
-    own = audit.of_client(run.federation, 1)
-    changed = audit.exchanged(samples, 1, run.federation, blank=True)
-    rows, canaries = audit.crafted(samples, 1, run.federation)
-    there = torch.from_numpy(coins[own])
-    assert 0 < int(there.sum()) < len(own) and len(changed) == len(samples)
-    assert torch.equal(changed.x[rows][there], canaries.x[there]) and changed.x[rows][~there].isnan().all()
-    assert torch.equal(changed.y[rows][~there], samples.y[rows][~there])
-    others = torch.ones(len(samples), dtype=torch.bool)
-    others[rows] = False
-    assert torch.equal(changed.x[others], samples.x[others]) and torch.equal(changed.y[others], samples.y[others])
-    kept = audit.exchanged(samples, 1, run.federation, blank=False)
-    assert torch.equal(kept.x[rows][~there], samples.x[rows][~there])
+def audit_of(run):
+    return next(callback for callback in run.trainer.callbacks if isinstance(callback, CanaryAudit))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_sample_in_the_place_of_a_canary_has_no_influence(engine):
+    run = of_samples(1.0, engine=engine, max_rounds=2)
+    audit, places = audit_of(run), []
+    for client in range(3):
+        samples = run.data.part(client, "train")
+        changed = audit.exchanged(samples, client)
+        marked = changed.x[:, 0] >= audit.marks[0]
+        assert marked.sum() == len(audit.of_client(client)) and len(changed) == len(samples)
+        assert torch.equal(changed.x[:, 1:], samples.x[:, 1:]) and torch.equal(changed.x[~marked], samples.x[~marked])
+        places.append(marked)
+
+    class Other(Altered, Deep):
+        def alter(self, part, client, split):
+            if split != "train":
+                return part
+            there = places[client]
+            x = torch.where(there[:, None] & (torch.arange(FEATURES) > 0), 7.0, part.x)
+            return Samples(x, torch.where(there, (part.y + 1) % CLASSES, part.y))
+
+    assert equal(run.weights, of_samples(1.0, engine=engine, max_rounds=2, data=Other).weights)
+
+
+def test_scores_of_samples_are_their_coins_where_there_is_no_noise():
+    run = of_samples(0.0)
+    audit = audit_of(run)
+    # steps go by the learning rate, and gradients of ten times the bound count as the bound
+    assert np.abs(audit.scores / 0.05 - audit.coins).max() < 0.25
+    assert run.federation.audit["epsilon"] == math.inf
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_clients_without_canaries_train_with_the_bits_of_a_run_without_an_audit(engine):
+    def uploads(*callbacks):
+        lightning.seed_everything(3, verbose=False)
+        spy = Spy()
+        model = FedAvg(net=wide, optimizer=partial(SGD, lr=0.05), input_shape=(FEATURES,), num_classes=CLASSES)
+        data = blobs(*[10] * 12, data=Deep, val_fraction=0.0, batch_size=4)
+        settings = {"engine": engine, "example_privacy": DPSGD(1.0, delta=1e-5), "max_rounds": 1}
+        fit(model, data, callbacks=[*callbacks, spy], **settings)
+        return spy.updates[0]
+
+    plain, audited = uploads(), uploads(CanaryAudit(10))
+    alike = [equal(plain[client]["weights"], audited[client]["weights"]) for client in range(12)]
+    assert alike == [False] * 10 + [True] * 2
+
+
+def test_canaries_are_dealt_out_in_turn_where_there_is_room():
+    audit = audit_of(of_samples(1.0, canaries=86))
+    assert [len(audit.of_client(client)) for client in range(4)] == [21, 29, 36, 0]
+    assert audit.owners[:7].tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_canaries_of_clients_are_above_the_bound_and_in_no_other_direction():
@@ -145,7 +214,7 @@ def test_canaries_of_clients_are_above_the_bound_and_in_no_other_direction():
     model = seen.pop("model")
     changes = {client: torch.cat([(w[n] - model[n]).flatten() for n in model]).double() for client, w in seen.items()}
     canaries = torch.stack([change for client, change in changes.items() if client >= run.data.num_clients])
-    assert len(canaries) == audit.included(run.federation).sum()
+    assert len(canaries) == audit.coins.sum()
     assert torch.allclose(canaries @ canaries.T, 25 * torch.eye(len(canaries), dtype=torch.float64), atol=1e-3)
     assert all((canaries @ changes[client]).abs().max() < 1e-4 for client in range(run.data.num_clients))
 
@@ -173,11 +242,22 @@ def test_a_resumed_run_has_the_bound_of_the_whole(audited, tmp_path):
         audited(1.0, canaries=20, root=tmp_path, ckpt_path="last", max_rounds=4)
 
 
+@pytest.mark.parametrize("audited", [of_clients, of_samples])
+def test_a_finished_run_that_is_resumed_keeps_its_audit(audited, tmp_path):
+    summary = audited(1.0, root=tmp_path, max_rounds=2).folder / "summary.json"
+    before = json.loads(summary.read_text())["audit"]
+    summary.unlink()
+    again = audited(1.0, root=tmp_path, ckpt_path="last", max_rounds=2)
+    assert json.loads((again.folder / "summary.json").read_text())["audit"] == before
+
+
 @pytest.mark.parametrize("unit", ["client", "sample"])
 def test_without_a_guarantee_the_bound_stands_for_itself(unit):
     run = of_clients(0.0, canaries=40, unit=unit, aggregator=None, max_rounds=1)
     assert run.federation.audit["epsilon"] is None and run.federation.audit["unit"] == unit
-    assert run.federation.audit["audited_epsilon"] > (1 if unit == "client" else -1)
+    assert run.federation.audit["audited_epsilon"] > 1
+    assert "audited_epsilon_gaussian" not in run.federation.audit
+    assert "training_step" not in vars(run.model)
 
 
 def test_refusals():
@@ -186,11 +266,9 @@ def test_refusals():
             CanaryAudit(**settings)
     with pytest.raises(MisconfigurationException, match="canaries=900"):
         of_clients(1.0, canaries=900)
-    with pytest.raises(MisconfigurationException, match="canaries=120"):
-        of_samples(1.0, canaries=120)
     with pytest.raises(MisconfigurationException, match="unit='sample'"):
         of_clients(1.0, unit="sample")
-    with pytest.raises(MisconfigurationException, match="personal model"):
-        of_samples(1.0, method=Ditto)
+    with pytest.raises(MisconfigurationException, match="86 beside one each"):
+        of_samples(1.0, canaries=87)
     with pytest.raises(MisconfigurationException, match="weights"):
         make_trainer(callbacks=[CanaryAudit(10)]).fit(make_client(Local), datamodule=blobs())

@@ -1,9 +1,9 @@
-"""Audits of a guarantee by canaries: a lower bound on epsilon in one run."""
+"""Audits of a guarantee by canaries: lower bounds on epsilon in one run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -14,55 +14,83 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.callbacks.sample_exchange import SampleExchange
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.data import Samples
 from pfl_lightning.engines import Outcome
-from pfl_lightning.engines.steps import step_values
-from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, StateDict, Updates, tensors, tree_map
-from pfl_lightning.nets.modes import kept_modes
-from pfl_lightning.privacy import DPAverage
-from pfl_lightning.privacy.audit import audited_epsilon
+from pfl_lightning.privacy import DPSGD, DPAverage, Release
+from pfl_lightning.privacy.accountant import bounded_epsilon
+from pfl_lightning.privacy.audit import audited_epsilon, audited_noise
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.tasks import Classification
 
 Unit: TypeAlias = Literal["client", "sample"]
 
 CONFIDENCE = 0.95
-RIDGE = 0.1
-"""Weight of the penalty in the regression of a client's change on gradients of norm 1."""
+"""Of the bound by guesses."""
+GAUSSIAN_CONFIDENCE = 0.99
+"""Of the bound by Gaussian noise, which comes near to the truth, so that it is nearer to a false alarm too."""
+ENTRIES = 2**16
+"""Most parameters that a sample's canary moves: more of them cost memory, and tell no more."""
+
+
+class Directions(NamedTuple):
+    """What canaries among a client's samples move in a round.
+
+    Args:
+        names: of the parameters that clients with one architecture train and send.
+        entries: places in these, one after another ``[k]``.
+        units: orthogonal directions of norm 1 in these places, one for each canary of a client ``[j, k]``.
+    """
+
+    names: list[str]
+    entries: Tensor
+    units: Tensor
+
+    def along(self, tensors: StateDict) -> Tensor:
+        """Return how far tensors lie along each direction ``[j]``."""
+        whole = torch.cat([tensors[name].reshape(-1) for name in self.names])
+        return self.units.to(whole) @ whole[self.entries.to(whole.device)]
 
 
 class CanaryAudit(SampleExchange):
     r"""Bounds the :math:`\epsilon` of a run from below, by canaries and a coin for each.
 
-    With a correct guarantee the bound is above the guaranteed :math:`\epsilon` with a probability of 5 % at most. A
-    bound above refutes the guarantee, for instance where clipping is left out by a bug. The bound by the rounds so far
-    is in each row of the record as ``privacy/audited_epsilon``, and in the summary as ``audit``. In a run without a
-    guarantee the bound is not compared with anything.
+    Each canary moves a model along a direction of its own, orthogonal to those of all others, and its score is how far
+    the model went. Two bounds follow. One above the guaranteed :math:`\epsilon` refutes the guarantee, for instance
+    where clipping is left out by a bug, or noise is too small:
+
+    * ``audited_epsilon``, by guesses of the coins, assumes nothing, and needs many canaries. It is above a right
+      guarantee with a probability of 5 % at most.
+    * ``audited_epsilon_gaussian`` assumes that noise is Gaussian and that models move in proportion to it, by plain
+      SGD. It is what the accountant gives, by the declared steps and sampling, for the most noise that the scores
+      allow, and above a right guarantee with a probability of 1 % at most.
+
+    The bounds by the rounds so far are in each row of the record under ``privacy/``, and in the summary as ``audit``.
+    In a run without a guarantee the first is not compared with anything, and there is no second.
 
     * ``client``: canaries are further clients. In each round every included canary sends the global model, changed
-      along a direction orthogonal to all other canaries and to the clients of the round, by ``scale`` times the
-      clipping bound of ``DPAverage`` or, without ``DPAverage``, times the largest change of a client. A canary's score
-      is the global model's movement along the canary's directions. With ``Poisson``, canaries take part in rounds at
-      the clients' rate.
-    * ``sample``: canaries replace some of the clients' training samples, with large orthogonal noise as inputs and a
-      wrong target. Under ``trainer.example_privacy`` an excluded canary has inputs of NaN, which add nothing to any
-      step; otherwise the original sample stays. A canary's score is the canary's part in the client's changes, by a
-      regression on samples' gradients. Metrics of training are left out of the record, as canaries falsify them.
+      along its direction, which is orthogonal to what the clients of the round send too, by ``scale`` times the
+      clipping bound of ``DPAverage`` or, without ``DPAverage``, times the largest change of a client. With ``Poisson``,
+      canaries take part in rounds at the clients' rate.
+    * ``sample``: canaries stand in the places of some of the clients' training samples. The loss of a canary is linear
+      in the parameters that its client sends, so that its gradient is its direction, ``scale`` times as long as the
+      clipping bound. Under ``trainer.example_privacy`` the place of an excluded canary is empty, and adds nothing to
+      any step; otherwise the original sample is there, and an included canary adds its gradient to the batch's. What
+      is scored is what clients send. Metrics of training are left out of the record, as canaries falsify them.
 
     Canaries change the models, and so all metrics: use an audited run for the audit alone. Give the guarantee a small
     delta such as 1e-5, as guesses on m canaries tell little where m times delta is near 1.
-    Sources: Steinke, Nasr and Jagielski, 2023 (https://arxiv.org/abs/2305.08846); Andrew et al., 2024
-    (https://arxiv.org/abs/2302.03098).
+    Sources: Steinke, Nasr and Jagielski, 2023 (https://arxiv.org/abs/2305.08846); Nasr et al., 2023
+    (https://arxiv.org/abs/2302.07956), for canaries that are gradients; Andrew et al., 2024
+    (https://arxiv.org/abs/2302.03098), for random directions in one run.
 
     Args:
-        canaries: number of canaries m, at least 10; 100 canaries can show an :math:`\epsilon` of at most 3.1, and 1000
-            of at most 5.3.
+        canaries: number of canaries m, at least 10; guesses on 100 can show an :math:`\epsilon` of at most 3.0, and on
+            1000 of at most 5.3.
         unit: ``client`` or ``sample``; None takes the unit of the run's guarantee, and ``client`` without a guarantee.
-        scale: norm of a client's canary divided by the clipping bound, or standard deviation of a canary's inputs
-            divided by the deviation of samples; above 0. Only canaries above the bound show missing clipping.
+        scale: norm of a canary's change or gradient divided by the clipping bound, or by 1 where a gradient has none;
+            above 0. Only canaries above the bound show missing clipping.
 
     Raises:
         MisconfigurationException: if a value is out of its range; before the first round, if the run can't be audited.
@@ -80,15 +108,16 @@ class CanaryAudit(SampleExchange):
             raise MisconfigurationException(f"CanaryAudit: scale={scale} must be above 0 and finite, such as 10.")
         self.canaries, self.unit, self.scale = canaries, unit, scale
         self.scores = np.zeros(canaries)
-        self.labels: list[int] = []
+        self.found: dict[str, Any] = {}
+        self._moved: dict[int, Directions] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the canaries' scores so far and their classes, for resuming."""
-        return {"scores": self.scores.tolist(), "labels": self.labels}
+        """Return the canaries' scores and what was found so far, for resuming."""
+        return {"scores": self.scores.tolist(), "found": self.found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with earlier scores."""
-        self.scores, self.labels = np.array(state_dict["scores"]), list(state_dict["labels"])
+        self.scores, self.found = np.array(state_dict["scores"]), dict(state_dict["found"])
 
     # Preparation
 
@@ -98,19 +127,16 @@ class CanaryAudit(SampleExchange):
             return self.unit
         return "client" if federation.options.example_privacy is None else "sample"
 
-    def included(self, federation: Federation) -> NDArray[np.bool_]:
-        """Return the coins of all canaries ``[m]``, a function of the run's seed."""
-        # of no round, so that a canary is in all rounds or in none
-        rng = np.random.default_rng(derive_seed(cast(int, federation.seed), "canary coins"))
-        return rng.random(self.canaries) < 0.5
-
-    def of_client(self, federation: Federation, client: int) -> NDArray[np.int64]:
+    def of_client(self, client: int) -> NDArray[np.int64]:
         """Return the numbers of the canaries among a client's samples, ascending."""
-        return np.arange(client, self.canaries, federation.data.num_clients)
+        return np.flatnonzero(self.owners == client)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse runs without a way to an audit, and put canaries among the samples."""
         federation = cast(Federation, pl_module)
+        self.seed = cast(int, federation.seed)
+        # of no round, so that a canary is in all rounds or in none
+        self.coins = np.random.default_rng(derive_seed(self.seed, "canary coins")).random(self.canaries) < 0.5
         unit, data, client = self.audited(federation), federation.data, federation.client
         if data.at_sites:
             raise MisconfigurationException(
@@ -123,18 +149,20 @@ class CanaryAudit(SampleExchange):
                 f"{type(client).__name__} with {federation.aggregator.name} doesn't exchange weights both ways; take "
                 "a method such as FedAvg."
             )
-        # before samples are exchanged, as checks look at clients' own
-        check = self._check_clients if unit == "client" else self._check_samples
-        check(federation)
-        if unit == "sample":
-            self._label(federation)
-            blank = federation.options.example_privacy is not None
-
-            def exchange(samples: Samples, client: int) -> Samples:
-                # clients that join later have no canaries
-                return self.exchanged(samples, client, federation, blank) if client < data.num_clients else samples
-
-            self.exchange_samples(data, exchange)
+        if unit == "client":
+            self._check_clients(federation)
+        else:
+            # before samples are exchanged, as it looks at clients' own
+            self._check_samples(federation)
+            self.exchange_samples(data, self.exchanged)
+            # evaluations may train too, also those of a finished run
+            self._draw(federation)
+            for place, module in enumerate(federation.architectures):
+                # on the object, where engines see that the step is another than the class's
+                client = cast(ClientModule, module)
+                vars(client)["training_step"] = partial(self.step, client, place, client.training_step)
+        # a finished run that is resumed has no further round
+        federation.audit = self.found
         rank_zero_warn(
             f"CanaryAudit: {self.canaries} canaries change the models of this run, and so all of its metrics; it "
             "bounds epsilon, and is for nothing else."
@@ -155,6 +183,7 @@ class CanaryAudit(SampleExchange):
             )
 
     def _check_samples(self, federation: Federation) -> None:
+        """Refuse data without room for canaries, and deal them out to clients."""
         data = federation.data
         if federation.aggregator.guarantee:
             raise MisconfigurationException(
@@ -166,146 +195,121 @@ class CanaryAudit(SampleExchange):
                 "CanaryAudit: unit='sample' changes samples that a client has all at once and in all rounds; take "
                 "data.resident=true, and neither data.drift nor data.input_drift."
             )
-        for client in range(data.num_clients):
-            size, own = data.size(client, "train"), len(self.of_client(federation, client))
-            if size <= own:
+        sizes = np.array([data.size(client, "train") for client in range(data.num_clients)])
+        # in turn, and one sample stays with each client
+        dealt = [np.flatnonzero(sizes > 1 + turn) for turn in range(int(sizes.max()) - 1)]
+        self.owners: NDArray[np.int64] = np.concatenate([*dealt, np.zeros(0, np.int64)])[: self.canaries]
+        if len(self.owners) < self.canaries:
+            raise MisconfigurationException(
+                f"CanaryAudit: canaries={self.canaries} stand in the places of training samples, and the clients have "
+                f"{len(self.owners)} beside one each; take fewer."
+            )
+        most = int(np.bincount(self.owners).max())
+        for module in federation.architectures:
+            if (size := sum(entry.numel() for entry in moved_by(cast(ClientModule, module)).values())) < most:
                 raise MisconfigurationException(
-                    f"CanaryAudit: canaries={self.canaries} put {own} in the place of samples of client {client}, "
-                    f"which has {size}; take fewer."
+                    f"CanaryAudit: canaries={self.canaries} put {most} into one client, which need a direction each, "
+                    f"and a client trains and sends {size} parameters; take fewer, or a larger net."
                 )
-        phases = [phase for module in federation.architectures for phase in cast(ClientModule, module).local_phases()]
-        if federation.options.example_privacy is not None and any(phase.stays for phase in phases):
-            # without bounds on gradients NaN would end these phases
+        parts = [data.part(client, "train").x for client in range(data.num_clients) if sizes[client]]
+        if not all(tensor.is_floating_point() for tensor in tensors(parts[0])):
             raise MisconfigurationException(
-                "CanaryAudit: unit='sample' leaves NaN in the places of samples, and "
-                f"model={type(federation.client).__name__} trains a personal model without bounds on gradients; audit "
-                "FedAvg with the same settings."
+                f"CanaryAudit: unit='sample' marks canaries by a number in their inputs, and those of "
+                f"{type(data).__name__} are integers; take unit='client'."
             )
-        if not all(tensor.is_floating_point() for tensor in tensors(data.part(0, "train").x)):
-            raise MisconfigurationException(
-                f"CanaryAudit: unit='sample' makes inputs of noise, and those of {type(data).__name__} are integers; "
-                "take unit='client'."
-            )
+        # above what samples have there, so that none is taken for a canary; the last mark is of excluded ones
+        top = max(float(first_entries(next(tensors(x))).max()) for x in parts)
+        self.marks = top + max(2.0**-6, abs(top) * 2.0**-8) * torch.arange(1, most + 2)
+        self.blank = federation.options.example_privacy is not None
+        self.norm = self.scale * cast(DPSGD, federation.options.example_privacy).clip if self.blank else self.scale
 
     # Canaries of samples
 
-    def exchanged(self, samples: Samples, client: int, federation: Federation, blank: bool) -> Samples:
-        """Return a client's training samples and canaries, as one split.
+    def exchanged(self, samples: Samples, client: int) -> Samples:
+        """Return a client's training samples, with a mark in the first input of each canary.
 
         Args:
             samples: the client's own.
             client: the client's id.
-            federation: the federation.
-            blank: True for NaN in the place of an excluded canary; False keeps the sample.
         """
-        own = self.of_client(federation, client)
-        rows, canaries = self.crafted(samples, client, federation)
-        # the place is left empty and not removed, as a client's number of samples counts as public
-        there = torch.from_numpy(self.included(federation)[own]).to(rows.device)
-
-        def chosen(values: Tensor, canary: Tensor, missing: bool) -> Tensor:
-            kept = torch.full_like(canary, math.nan) if missing else values[rows]
-            changed = values.clone()
-            changed[rows] = torch.where(there.view(-1, *[1] * (canary.dim() - 1)), canary, kept)
-            return changed
-
-        return Samples(
-            mapped(partial(chosen, missing=blank), samples.x, canaries.x),
-            mapped(partial(chosen, missing=False), samples.y, canaries.y),
-        )
-
-    def crafted(self, samples: Samples, client: int, federation: Federation) -> tuple[Tensor, Samples]:
-        """Return the places of canaries among a client's samples, and the canaries.
-
-        Args:
-            samples: the client's own.
-            client: the client's id.
-            federation: the federation.
-        """
-        own = self.of_client(federation, client)
-        generator = torch.Generator().manual_seed(derive_seed(cast(int, federation.seed), "canary samples", client))
+        own = self.of_client(client)
+        if not len(own):
+            return samples
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "canary samples", client))
         rows = torch.randperm(len(samples), generator=generator)[: len(own)]
+        there = torch.from_numpy(self.coins[own])
+        marked = next(tensors(samples.x)).clone(memory_format=torch.contiguous_format)
+        # the place is left empty and not removed, as a client's number of samples counts as public
+        marks = torch.where(there, self.marks[: len(own)], self.marks[-1])
+        first_entries(marked)[rows.to(marked.device)] = marks.to(marked)
+        leaves = iter([marked])
+        return Samples(tree_map(lambda leaf: next(leaves, leaf), samples.x), samples.y)
 
-        def noise(values: Tensor) -> Tensor:
-            drawn = torch.randn(len(own), values[0].numel(), generator=generator)
-            if len(own) <= drawn.shape[1]:
-                # inputs that are orthogonal give gradients of the first layer that are so, too
-                drawn = torch.linalg.qr(drawn.T).Q.T * math.sqrt(drawn.shape[1])
-            return drawn.view(len(own), *values.shape[1:]).to(values) * (self.scale * values.std())
+    def step(self, module: ClientModule, place: int, own: Callable[..., Any], batch: Batch, index: int) -> Any:
+        """Return what ``training_step`` returns, with canaries' losses in the places of samples'.
 
-        x, y = tree_map(noise, samples.x), samples.take(rows).y
-        if isinstance(y, Tensor):
-            y = noise(y) if y.is_floating_point() else y
-            if own[-1] < len(self.labels):
-                y = torch.tensor(self.labels)[own].to(y)
-        return rows.to(next(tensors(samples.y)).device), Samples(x, y)
+        Args:
+            module: the client module.
+            place: its place among the architectures.
+            own: its ``training_step``.
+            batch: inputs and targets.
+            index: the batch's number.
+        """
+        returned = own(batch, index)
+        values = {"loss": returned} if isinstance(returned, Tensor) else dict(returned)
+        first = first_entries(next(tensors(batch[0])))
+        found = first[:, None] == self.marks.to(first)
+        along = self._moved[place].along(dict(module.named_parameters()))
+        loss = values["loss"]
+        if self.blank and len(first) == 1:
+            # a private step takes gradients of one sample at a time; a personal model's is outside of the guarantee
+            loss = torch.where(found.any(), 0.0, loss)
+        values["loss"] = loss + self.norm * (found[:, :-1].to(along) @ along).sum() / len(first)
+        return values
 
-    @torch.no_grad()
-    def _label(self, federation: Federation) -> None:
-        """Give each canary the least likely class under the initial model, for a large gradient."""
-        if self.labels or not isinstance(federation.data.task, Classification):
-            return
-        labels = torch.zeros(self.canaries, dtype=torch.int64)
-        for client in range(federation.data.num_clients):
-            if len(own := self.of_client(federation, client)):
-                module = cast(ClientModule, federation.architectures[federation.architecture_of(client)])
-                with undisturbed(), kept_modes(module):
-                    module.eval()
-                    x = self.crafted(federation.data.part(client, "train"), client, federation)[1].x
-                    placed = Samples(x, labels[own]).to(module.device, cast(torch.dtype, module.dtype))
-                    labels[own] = module(placed.x).argmin(1).cpu()
-        self.labels = labels.tolist()
+    def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
+        """Draw the directions of samples' canaries, which are others in each round."""
+        if self.audited(federation) == "sample":
+            self._draw(federation)
+
+    def _draw(self, federation: Federation) -> None:
+        for place, module in enumerate(federation.architectures):
+            client = cast(ClientModule, module)
+            entries = moved_by(client)
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "canary", federation.round, place))
+            size = sum(entry.numel() for entry in entries.values())
+            chosen = torch.randperm(size, generator=generator)[:ENTRIES]
+            drawn = torch.randn(len(chosen), len(self.marks) - 1, generator=generator)
+            units = torch.linalg.qr(drawn).Q.T
+            self._moved[place] = Directions(
+                list(entries), chosen.to(client.device), units.to(client.device, cast(torch.dtype, client.dtype))
+            )
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
-        """Drop the metrics of training, falsified by canaries and by NaN."""
-        # NaN makes a mean NaN, and a mean with canaries isn't the clients' own
+        """Drop the metrics of training, falsified by canaries."""
         if self.audited(federation) == "sample":
             outcome.metrics.clear()
 
     def _score_samples(self, federation: Federation, updates: Updates) -> None:
-        """Add each canary's part in the change of the model by a client."""
+        """Add how far each client's upload went along its canaries' directions, backwards, as steps go."""
         for client, update in updates.items():
-            if len(own := self.of_client(federation, client)) and client < federation.data.num_clients:
-                gradients, change = self._seen(federation, client, update)
-                # a ridge and no pseudo-inverse, which would blow the noise up where gradients are nearly alike
-                gram = gradients @ gradients.T + RIDGE * torch.eye(len(gradients), dtype=torch.float64)
-                self.scores[own] += torch.linalg.solve(gram, gradients @ change).numpy()[: len(own)]
+            own = self.of_client(client)
+            received, sent = federation.job(client).payload["weights"], update["weights"]
+            directions = self._moved[federation.architecture_of(client)]
+            change = {name: (received[name].cpu() - sent[name].cpu()).double() for name in directions.names}
+            # by the expected size of a batch, which steps are divided by, so that clients' scores have one unit
+            size = federation.data.size(client, "train")
+            rates = [release.rate * size for release in self._steps(federation, client)]
+            moved = directions._replace(units=directions.units.cpu()).along(change).numpy()[: len(own)]
+            self.scores[own] += np.nan_to_num(moved) * (rates[0] if rates else 1.0)
 
-    def _seen(self, federation: Federation, client: int, update: Message) -> tuple[Tensor, Tensor]:
-        """Return gradients of a client's samples under the received model, and the client's change, backwards.
-
-        Args:
-            federation: the federation.
-            client: the client's id.
-            update: the client's update.
-
-        Returns:
-            Gradients of norm 1 ``[n, d]``, canaries before all other samples, and the change ``[d]``; in float64 on the
-            CPU.
-        """
-        engine, job = federation.engines[federation.architecture_of(client)], federation.job(client)
-        module = engine.module
-        with undisturbed():
-            engine.become(job)
-            samples = self.own_samples(federation.data, client)
-            rows, canaries = self.crafted(samples, client, federation)
-            kept = torch.ones(len(samples), dtype=torch.bool, device=rows.device)
-            kept[rows] = False
-            # samples too, since a client's change is mostly theirs
-            every = Samples.joined([canaries, samples.take(kept.nonzero().flatten())])
-            every = every.to(engine.device, cast(torch.dtype, module.dtype))
-            sent = update["weights"]
-            places = {n: p for n, p in module.named_parameters() if n in sent and p.requires_grad}
-            change = flat({name: job.payload["weights"][name].cpu() - sent[name].cpu() for name in places})
-            gradients = []
-            for x, y in every.chunks(1):
-                with torch.enable_grad(), engine.forward_context():
-                    loss = step_values(module, (x, y), 0)["loss"]
-                found = torch.autograd.grad(loss, [*places.values()], allow_unused=True, materialize_grads=True)
-                gradient = flat(dict(zip(places, found, strict=True))).cpu()
-                unit = gradient / gradient.norm().clamp(min=1e-12)
-                gradients.append(torch.nan_to_num(unit, posinf=0.0, neginf=0.0))
-        return torch.stack(gradients), change
+    def _steps(self, federation: Federation, client: int) -> list[Release]:
+        """Return a client's private steps so far."""
+        private = federation.options.example_privacy
+        if private is None:
+            return []
+        counts = private.counts_release
+        return [r for r in federation.spent.get(client, []) if r._replace(steps=1) != counts]
 
     # Canaries of clients
 
@@ -316,7 +320,7 @@ class CanaryAudit(SampleExchange):
         names = list(dict.fromkeys(first.values()))
         start = flat({name: model[name] for name in names})
         changes = [flat({name: update["weights"][name] for name in names}) - start for update in updates.values()]
-        generator = torch.Generator().manual_seed(derive_seed(cast(int, federation.seed), "canary", federation.round))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "canary", federation.round))
         drawn = torch.randn(len(start), self.canaries, generator=generator, dtype=torch.float64)
         # orthogonal to one another and to what clients send, so that scores see no other's change
         columns = torch.cat([torch.stack(changes, 1), drawn], 1) if changes else drawn
@@ -332,7 +336,7 @@ class CanaryAudit(SampleExchange):
         samples = [int(update["num_samples"]) for update in updates.values() if "num_samples" in update]
         cap = getattr(aggregator, "sample_cap", None) or max(samples, default=1)
         shapes = {name: model[name] for name in names}
-        for number in (self.included(federation) & present).nonzero()[0].tolist():
+        for number in (self.coins & present).nonzero()[0].tolist():
             moved = split(start + self.scale * bound * self._directions[:, number], shapes)
             weights = {**model, **{name: moved[own] for name, own in first.items()}}
             update: Message = {"weights": weights}
@@ -365,35 +369,98 @@ class CanaryAudit(SampleExchange):
             self._score_clients(federation)
         claim = federation.privacy()
         claim = claim if claim.get("unit") == unit else {}
-        coins = self.included(federation)
+        releases = self._releases(federation) if claim else [[] for _ in self.coins]
+        steps = np.array([sum(release.steps for release in own) for own in releases], dtype=np.float64)
+        hits = np.array([sum(release.steps * release.rate for release in own) for own in releases])
+        delta = claim.get("delta", 0.0)
         # over all rounds so far: each row's bound has the confidence alone; the best of several rows hasn't
-        bound = audited_epsilon(self.scores, coins, claim.get("delta", 0.0), CONFIDENCE)
+        bound = audited_epsilon(self.scores / np.sqrt(np.maximum(steps, 1)), self.coins, delta, CONFIDENCE)
+        gaussian: dict[str, Any] = {}
+        if steps.any():
+            z = audited_noise(self.scores, self.coins, steps, hits / np.maximum(steps, 1), GAUSSIAN_CONFIDENCE)
+            gaussian = {
+                "audited_epsilon_gaussian": self._epsilon(federation, z, claim),
+                "audited_noise_multiplier": z,
+                "confidence_gaussian": GAUSSIAN_CONFIDENCE,
+            }
         federation.metrics |= {"privacy/audited_epsilon": bound, "privacy/canaries": self.canaries}
-        federation.audit = {
+        if gaussian:
+            federation.metrics["privacy/audited_epsilon_gaussian"] = gaussian["audited_epsilon_gaussian"]
+        self.found = federation.audit = {
             "audited_epsilon": bound,
+            **gaussian,
             "confidence": CONFIDENCE,
             "unit": unit,
             "epsilon": claim.get("epsilon"),
-            "delta": claim.get("delta", 0.0),
+            "delta": delta,
+            "noise_multiplier": claim.get("noise_multiplier"),
             "canaries": self.canaries,
-            "included": int(coins.sum()),
+            "included": int(self.coins.sum()),
             "models_changed": True,
         }
 
+    def _releases(self, federation: Federation) -> list[list[Release]]:
+        """Return what each canary has taken part in so far, as it is counted; empty where nobody counts so."""
+        if self.audited(federation) == "sample":
+            by_client = {int(client): self._steps(federation, int(client)) for client in np.unique(self.owners)}
+            return [by_client[int(client)] for client in self.owners]
+        aggregator = federation.aggregator
+        counted = aggregator.state["releases"] if isinstance(aggregator, DPAverage) else []
+        return [[Release(*release) for release in counted]] * self.canaries
+
+    def _epsilon(self, federation: Federation, z: float, claim: Mapping[str, Any]) -> float:
+        """Return the epsilon that the accountant gives for a noise multiplier.
+
+        Args:
+            federation: the federation.
+            z: the multiplier; infinity has an epsilon of 0.
+            claim: the guarantee.
+        """
+        if z == math.inf:
+            return 0.0
+        aggregator, private = federation.aggregator, federation.options.example_privacy
+        if private is None:
+            made = [release._replace(noise_multiplier=z) for release in self._releases(federation)[0]]
+            return bounded_epsilon(made, claim["delta"], cast(DPAverage, aggregator).epsilon)
+        sizes = federation.sizes(federation.spent, "train")
+        # who has spent most by the claimed noise, of which all clients' epsilons are known already
+        most = max(sizes, key=lambda client: private.epsilon_of(federation.spent[client], sizes[client]))
+        made = [release._replace(noise_multiplier=z) for release in self._steps(federation, most)]
+        return private.epsilon_of(made, sizes[most])
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the bound beside the claim."""
-        if not (found := cast(Federation, pl_module).audit):
+        """Print the bounds beside the claim."""
+        if not (found := self.found):
             return
-        bound, claim = found["audited_epsilon"], found["epsilon"]
-        told = (
-            f"CanaryAudit: epsilon of a {found['unit']} is at least {bound:.2f} (95 %), at delta {found['delta']:.2g}"
-        )
-        if claim is None:
+        bounds = {
+            name: found[key]
+            for key, name in (("audited_epsilon", "by guesses"), ("audited_epsilon_gaussian", "by Gaussian noise"))
+            if key in found
+        }
+        told = " and ".join(f"{bound:.2f} {name}" for name, bound in bounds.items())
+        told = f"CanaryAudit: epsilon of a {found['unit']} is at least {told}, at delta {found['delta']:.2g}"
+        if (claim := found["epsilon"]) is None:
             rank_zero_info(f"{told}; there is no guarantee to compare with.")
-        elif bound > claim:
-            rank_zero_warn(f"{told}, above the {claim:.2f} that is claimed: the guarantee doesn't hold.")
+        elif max(bounds.values()) > claim:
+            rank_zero_warn(f"{told}, and {claim:.2f} is claimed: the guarantee doesn't hold.")
         else:
             rank_zero_info(f"{told}, within the {claim:.2f} that is claimed.")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the data module its own samples back, and client modules their own step."""
+        super().teardown(trainer, pl_module, stage)
+        for module in cast(Federation, pl_module).architectures:
+            vars(module).pop("training_step", None)
+
+
+def moved_by(module: ClientModule) -> dict[str, Tensor]:
+    """Return the parameters that a client trains and sends, by name."""
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and module.is_shared(n)}
+
+
+def first_entries(x: Tensor) -> Tensor:
+    """Return the first number of each sample ``[n]``; of a contiguous tensor a view."""
+    return x.reshape(len(x), -1)[:, 0]
 
 
 def directions_of(client: ClientModule, model: StateDict) -> dict[str, str]:
@@ -417,9 +484,3 @@ def split(vector: Tensor, like: StateDict) -> StateDict:
     """Return a vector as entries of given shapes and types."""
     parts = torch.split(vector, [tensor.numel() for tensor in like.values()])
     return {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(like.items(), parts, strict=True)}
-
-
-def mapped(function: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> Any:
-    """Return a tree with a function applied to the tensors in the same places of two trees."""
-    others = iter(tensors(other))
-    return tree_map(lambda tensor: function(tensor, next(others)), one)

@@ -1,16 +1,21 @@
 r"""Lower bounds on :math:`\epsilon` by one run with many canaries, each included or left out by a coin.
 
 Symbols: m canaries, r guesses on some of them, v right guesses; :math:`q = e^\epsilon / (1 + e^\epsilon)`.
-Source: Steinke, Nasr and Jagielski, 2023, Theorem 5.2 (https://arxiv.org/abs/2305.08846).
+Sources: Steinke, Nasr and Jagielski, 2023, Theorem 5.2 (https://arxiv.org/abs/2305.08846), for guesses; after Andrew et
+al., 2024 (https://arxiv.org/abs/2302.03098), for the noise behind scores.
 """
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pfl_lightning.privacy.accountant import check_range
 
-SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Shares of canaries that guesses are made on; bounds by several shares divide the probability of an error."""
+FAR = (1.0, 0.5)
+"""Shares of canaries that are guessed by the first way, those far from the threshold."""
+HIGH = (0.5, 0.25, 0.125)
+"""Shares of canaries that are guessed by the second way, those with the highest scores."""
 PER_UNIT = 100
 """Values of epsilon that are looked at between one integer and the next; bounds are rounded down to them."""
 
@@ -82,11 +87,13 @@ def epsilon_of_guesses(right: int, guesses: int, canaries: int, delta: float, co
 def audited_epsilon(
     scores: NDArray[np.float64], included: NDArray[np.bool_], delta: float, confidence: float = 0.95
 ) -> float:
-    r"""Return a lower bound on :math:`\epsilon` by the scores of canaries, the largest for `SHARES` of guesses.
+    r"""Return a lower bound on :math:`\epsilon` by the scores of canaries, the largest for some numbers of guesses.
 
-    Canaries are guessed to be included where their scores are above a threshold, the middle between two clusters of
-    scores, and those far from the threshold before others. Each share has its part of the probability of an error, so
-    that the largest bound has the confidence too.
+    There are two ways to guess. By the first, canaries are guessed to be included where their scores are above a
+    threshold, the middle between two clusters of scores, and those far from the threshold before others. By the second,
+    those with the highest scores are guessed to be included, and nothing of others, as many included ones may have had
+    no part in any step. Each number of guesses by each way has its part of the probability of an error, so that the
+    largest bound has the confidence too.
 
     Args:
         scores: a number for each canary ``[m]``, which should be larger where it is included; finite.
@@ -97,12 +104,59 @@ def audited_epsilon(
     Raises:
         MisconfigurationException: if an argument is out of its range.
     """
-    canaries, each = len(scores), 1 - (1 - confidence) / len(SHARES)
+    canaries, each = len(scores), 1 - (1 - confidence) / len(FAR + HIGH)
     from_middle = scores - middle(scores)
-    right = ((from_middle > 0) == included)[np.argsort(-np.abs(from_middle), kind="stable")]
-    # fixed before scores are seen, as the theorem asks for the number of guesses
-    counts = [int(share * canaries) for share in SHARES]
-    return max(epsilon_of_guesses(int(right[:guesses].sum()), guesses, canaries, delta, each) for guesses in counts)
+    far = ((from_middle > 0) == included)[np.argsort(-np.abs(from_middle), kind="stable")]
+    high = included[np.argsort(-scores, kind="stable")]
+    # numbers of guesses that are fixed before scores are seen, as the theorem asks
+    guessed = [right[: int(share * canaries)] for right, shares in ((far, FAR), (high, HIGH)) for share in shares]
+    return max(epsilon_of_guesses(int(right.sum()), len(right), canaries, delta, each) for right in guessed)
+
+
+def audited_noise(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    steps: NDArray[np.float64],
+    rates: NDArray[np.float64],
+    confidence: float = 0.95,
+) -> float:
+    r"""Return an upper bound on the noise multiplier behind scores of Gaussian mechanisms; infinity if there is none.
+
+    The assumption is that a canary's score is, in some unit that all have in common,
+
+    .. math::
+
+        s_i = c_i B_i + z \sqrt{T_i} \xi_i, \quad B_i \sim \text{Binomial}(T_i, q_i), \quad \xi_i \sim \mathcal{N}(0, 1)
+
+    with the coin :math:`c_i`, and steps :math:`T_i` and rates :math:`q_i` as declared. Then z is the root of the mean
+    of :math:`s_i^2 / T_i` over absent canaries, divided by the slope of :math:`s_i / \sqrt{T_i}` over
+    :math:`q_i \sqrt{T_i}` of included ones. What else is in scores, such as other clients' changes, makes the bound
+    larger and not wrong. A half of the error's probability is the root's (chi-squared), a half the slope's (Student).
+
+    Args:
+        scores: a number for each canary ``[m]``, finite.
+        included: the coins ``[m]``.
+        steps: T, at least 0 ``[m]``; canaries without a step don't count.
+        rates: q, above 0 and up to 1 ``[m]``.
+        confidence: above 0 and below 1.
+
+    Raises:
+        MisconfigurationException: if the confidence is out of its range.
+    """
+    from scipy.stats import chi2, t
+
+    check_range("confidence", confidence, 0 < confidence < 1, "above 0 and below 1, such as 0.95")
+    there, absent = included & (steps > 0), ~included & (steps > 0)
+    counts, each = (int(there.sum()), int(absent.sum())), (1 - confidence) / 2
+    if min(counts) < 2:
+        return math.inf
+    x, y = (rates * np.sqrt(steps))[there], scores[there] / np.sqrt(steps[there])
+    slope = float(x @ y / (x @ x))
+    # residuals of their own, as few steps and many differ in their variance
+    error = math.sqrt(float(((x * (y - slope * x)) ** 2).sum()) * counts[0] / (counts[0] - 1)) / float(x @ x)
+    least = slope - float(t.isf(each, counts[0] - 1)) * error
+    largest = math.sqrt(float((scores[absent] ** 2 / steps[absent]).sum()) / float(chi2.ppf(each, counts[1])))
+    return largest / least if least > 0 else math.inf
 
 
 def middle(scores: NDArray[np.float64]) -> float:

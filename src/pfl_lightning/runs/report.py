@@ -188,7 +188,9 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         spent = f"{simulated}epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
         lines.append((f"differential privacy of a {privacy['unit']}", spent))
     if audit := summary.get("audit"):
-        found = f"epsilon at least {audit['audited_epsilon']:.4g} by {audit['canaries']} canaries"
+        found = f"epsilon at least {audit['audited_epsilon']:.4g} by guesses on {audit['canaries']} canaries"
+        if "audited_epsilon_gaussian" in audit:
+            found += f", {audit['audited_epsilon_gaussian']:.4g} by Gaussian noise"
         lines.append((f"audit of a {audit['unit']}, which changes the model", found))
     clock = sum(float(row.get(SIMULATED) or 0) for row in rows)
     lines += [
