@@ -207,6 +207,12 @@ def serve(
     """
     refuse_what_acts_here_alone(trainer)
     private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
+    local = trainer.rounds.local_privacy and trainer.rounds.local_privacy.deployed()
+    if local and trainer.limit_val_batches:
+        raise MisconfigurationException(
+            f"trainer.limit_val_batches={trainer.limit_val_batches:g} asks sites for metrics, and under "
+            "trainer.local_privacy they send none; take 0, and data.central_test for samples of the server's own."
+        )
     if max_norm is not None and trainer.rounds.secure_sum is not None:
         raise MisconfigurationException(
             f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "
@@ -252,7 +258,8 @@ def serve(
         )
         return [engine for _ in modules]
 
-    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, example_privacy=private)
+    changed = {"example_privacy": private, "local_privacy": local}
+    trainer.rounds = replace(trainer.rounds, engine=engines, compile=False, **changed)
     # before other callbacks, which may read the round's metrics
     trainer.callbacks[:0] = [states, progress]  # type: ignore[attr-defined]
     with progress.ending():
@@ -288,7 +295,8 @@ def check_quorum(
             f"min-available={least} lets clients join after the first round, and {reason} needs all clients' numbers "
             "of samples before; take 0, which is all clients."
         )
-    private = server.guarantee or trainer.rounds.example_privacy is not None
+    rounds = trainer.rounds
+    private = server.guarantee or rounds.example_privacy is not None or rounds.local_privacy is not None
     if quorum.late_rounds and (private or trainer.rounds.secure_sum is not None):
         reason = "a guarantee of privacy" if private else "trainer.secure_sum"
         raise MisconfigurationException(
@@ -313,6 +321,7 @@ def check_together(
     server = aggregator or client.configure_aggregator()
     reasons = {
         "trainer.example_privacy counts each training of a client": trainer.rounds.example_privacy is not None,
+        "trainer.local_privacy counts each update of a client": trainer.rounds.local_privacy is not None,
         "trainer.secure_sum trains in steps of its own": trainer.rounds.secure_sum is not None,
         f"the guarantee of aggregator {server.name} counts each training": bool(server.guarantee),
         f"late-rounds={quorum.late_rounds} takes answers of earlier rounds": quorum.late_rounds > 0,
