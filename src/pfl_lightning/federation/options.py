@@ -415,6 +415,16 @@ class FederationOptions:
             )
         if self.example_privacy is not None:
             self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))
+            if getattr(data, "packing", False):
+                raise MisconfigurationException(
+                    "data.packing=true puts several conversations into a sample, by the lengths of all of a client's, "
+                    "so that one more moves others to other samples; trainer.example_privacy needs data.packing=false."
+                )
+            if any(getattr(layer, "gradient_checkpointing", False) is True for layer in client.modules()):
+                raise MisconfigurationException(
+                    "trainer.example_privacy takes the gradient of each sample by itself, and model.net."
+                    "gradient_checkpointing=true computes layers again for a whole batch; take false."
+                )
             if smallest_batch(client) > 1:
                 raise MisconfigurationException(
                     f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} "
