@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
+from command import QUIET, pfl
 from federations import Spy, equal
 from federations import fit as fit_run
-from language_models import ATTENTION, FAMILIES, LENGTH, TOKENS, write_models
+from language_models import ATTENTION, FAMILIES, LENGTH, TOKENS, write_llama, write_models
 from pfl_lightning.data import TensorData
 from pfl_lightning.methods import Ditto, FedAvg, FedSALoRA, FFALoRA
 from pfl_lightning.nets import CausalLM
@@ -169,6 +172,27 @@ def test_private_adapters_go_on_bit_for_bit(models, tmp_path):
     resumed = fit(client_of(models), root=tmp_path, max_rounds=2, ckpt_path=str(first.last), **settings)
     assert equal(whole.federation.global_model(common=False), resumed.federation.global_model(common=False))
     assert whole.federation.privacy()["epsilon"] == resumed.federation.privacy()["epsilon"]
+
+
+def test_the_command_of_the_page(tmp_path, monkeypatch):
+    """docs/language_models.md's, on its tiny model and with fewer conversations."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra lm")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    monkeypatch.chdir(tmp_path)
+    letters = {letter: number for number, letter in enumerate(["<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    made = Tokenizer(models.BPE(letters, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained("tiny")
+    write_llama(Path("tiny"), vocab_size=len(letters), max_position_embeddings=128)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good morning to you"}]
+    rows = [{"messages": turns, "client": name} for name in ("Bonn", "Ulm") for _ in range(8)]
+    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page = (Path(__file__).parents[2] / "docs" / "language_models.md").read_text()
+    (line,) = re.findall(r"^pfl-lightning (fit .*privacy/adapters(?:.*\\\n)*.*)$", page, re.MULTILINE)
+    pfl(f"{line.replace(chr(92), ' ')} {QUIET} --trainer.max_rounds 1")
+    (summary,) = Path("runs").rglob("summary.json")
+    assert json.loads(summary.read_text())["privacy"]["unit"] == "sample"
 
 
 # What doesn't go with it

@@ -33,8 +33,8 @@ ADJACENCY = (
 )
 NOT_COVERED = (
     "a client's own model against who sees it; val and test metrics of clients, and what is chosen by them, in a "
-    "simulation: sites send none; seconds, and who fails to answer; clients.csv; checkpoints, which hold personal "
-    "states; callbacks at a client"
+    "simulation: sites send none; seconds, and who fails to answer for which reason; clients.csv; checkpoints, which "
+    "hold personal states; callbacks at a client"
 )
 SEEDED = "; who knows the run's seed, from which the noise is drawn"
 MOST = 500.0
@@ -184,7 +184,8 @@ class Laplace(LocalPrivacy):
         if not draws.secure:
             generator = torch.Generator().manual_seed(draws.below(1 << 63))
             one, other = torch.empty(2, len(change), dtype=torch.float64).exponential_(generator=generator)
-            return bounded + self.scale * (one - other)
+            noise: Tensor = self.scale * (one - other)
+            return bounded + noise
         grid = 2.0 ** (math.floor(math.log2(self.scale)) - 16)
         # rounded down inside, which is more noise
         drawn = [discrete_laplace(grid / self.scale, draws.below) for _ in range(len(change))]
@@ -379,4 +380,5 @@ def normalised(vector: Tensor) -> Tensor:
     Args:
         vector: not all zeros.
     """
-    return vector / torch.linalg.vector_norm(vector)
+    unit: Tensor = vector / torch.linalg.vector_norm(vector)
+    return unit
