@@ -45,7 +45,7 @@ from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
 from pfl_lightning.internals.of_lightning import continue_run
-from pfl_lightning.privacy import DPSGD, SecureSum
+from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_status import is_bare
@@ -142,6 +142,8 @@ class FederatedTrainer(Trainer):
             train at once and nobody waits; None counts all of the round's updates, without a clock.
         example_privacy: DP-SGD for clients' training, which makes it differentially private for each sample; None
             trains without.
+        local_privacy: noise that each client adds to its own update, such as ``PrivUnit``, so that nobody has to be
+            trusted; None sends updates as they are.
         compression: compression of clients' updates, such as ``TopK``; None sends whole weights.
         secure_sum: sums of whole numbers, of which the server learns no client's own update; None gives the server each
             update.
@@ -180,6 +182,7 @@ class FederatedTrainer(Trainer):
         client_states: ClientStates = "memory",
         cohort: Selection | None = None,
         example_privacy: DPSGD | None = None,
+        local_privacy: LocalPrivacy | None = None,
         compression: Compression | None = None,
         secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
@@ -217,6 +220,7 @@ class FederatedTrainer(Trainer):
             client_states=client_states,
             cohort=cohort or Uniform(),
             example_privacy=example_privacy,
+            local_privacy=local_privacy,
             compression=compression,
             secure_sum=secure_sum,
             accumulate=accumulate_grad_batches,

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.aggregators import WeightedAverage
-from pfl_lightning.contract.guarantee import check_example_level, unfit
+from pfl_lightning.contract.guarantee import check_example_level, check_local, unfit
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.selection import Uniform
 from test_documents import shown
@@ -50,6 +50,19 @@ def test_it_names_the_methods_that_are_fit_for_single_samples():
             check_example_level(client, method.new_aggregator(), Uniform())
             fit.append(method.name)
     listed = PAGE[PAGE.index("Fit for it:") + 11 : PAGE.index("<!-- end -->")]
+    assert listed.strip().rstrip(".").replace("\n", " ").split(", ") == fit
+
+
+def test_it_names_the_methods_that_are_fit_for_noise_at_sites():
+    fit = []
+    for method in METHODS:
+        with isolate_rng():
+            client = method.client()
+        with suppress(MisconfigurationException):
+            check_local(client, method.new_aggregator(), Uniform())
+            fit.append(method.name)
+    begin, end = (PAGE.index(f"<!-- {words} noise at sites -->") for words in ("fit for", "end of"))
+    listed = PAGE[begin:end].partition("-->")[2]
     assert listed.strip().rstrip(".").replace("\n", " ").split(", ") == fit
 
 

@@ -143,6 +143,11 @@ class CanaryAudit(SampleExchange):
                 "trainer.callbacks: CanaryAudit changes models for an audit, in simulations, and the clients of these "
                 "data are at sites; leave it out."
             )
+        if federation.options.local_privacy is not None:
+            raise MisconfigurationException(
+                "trainer.callbacks: CanaryAudit sends updates of its own, without the noise of trainer.local_privacy; "
+                "leave one of the two out."
+            )
         if "weights" not in client.sends or "weights" not in federation.aggregator.sends:
             raise MisconfigurationException(
                 f"trainer.callbacks: CanaryAudit looks at models that clients receive and send, and "

@@ -18,6 +18,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
+from pfl_lightning.privacy import LocalPrivacy
 from pfl_lightning.selection import Schedule, Selection
 
 KINDS: dict[str, type] = {
@@ -29,6 +30,7 @@ KINDS: dict[str, type] = {
     "cohort": Selection,
     "schedule": Schedule,
     "compression": Compression,
+    "local_privacy": LocalPrivacy,
     "net": Net,
     "optimizer": Optimizer,
     "lr_scheduler": LRScheduler,

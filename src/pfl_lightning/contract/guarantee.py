@@ -145,6 +145,59 @@ def learns_without_noise(client: ClientModule) -> bool:
     return any(phase.stays for phase in client.local_phases()) or overrides(client, "evaluation_phases")
 
 
+def check_local(client: ClientModule, aggregator: Aggregator, cohort: Selection) -> None:
+    """Refuse settings against ``trainer.local_privacy``: samples may count through noised weights alone.
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
+        cohort: ``trainer.cohort``.
+
+    Raises:
+        MisconfigurationException: if a setting would break it.
+    """
+    setting, name = "trainer.local_privacy", type(client).__name__
+    parts = list(parts_of(aggregator))
+    if any(part.guarantee or isinstance(part, DPAverage) for part in parts):
+        raise MisconfigurationException(
+            f"{setting} noises each update, and aggregator={aggregator.name} their sum, for another epsilon; take one "
+            "of them."
+        )
+    if reason := unfit(client):
+        raise MisconfigurationException(
+            f"model={name} {reason}; leave {setting} out, or take a model that it fits, such as FedAvg, FedPer or "
+            "Ditto."
+        )
+    # `offers` are sent on demand, and aren't in `sends`
+    if further := sorted(aggregator.needs - BOUNDED):
+        raise MisconfigurationException(
+            f"{setting} noises weights alone, and aggregator={aggregator.name} asks for {' and '.join(further)}; take "
+            "an aggregator of weights, such as WeightedAverage."
+        )
+    if "weights" not in aggregator.sends:
+        raise MisconfigurationException(
+            f"{setting} noises the change of received weights, and aggregator={aggregator.name} sends none; take one "
+            "that does, such as WeightedAverage."
+        )
+    # never inherited: a class of its own may look at more than updates
+    for part in parts:
+        if not part.example_level:
+            raise MisconfigurationException(
+                f"{setting}: {type(part).__name__} doesn't set example_level = True in its own class, which claims "
+                "that it learns of samples by weights alone; take an aggregator that does, such as WeightedAverage."
+            )
+        if part.meets_newcomers:
+            raise MisconfigurationException(
+                f"{setting}: {type(part).__name__} asks each new client for an update without noise; take another "
+                "aggregator, such as WeightedAverage."
+            )
+    if cohort.asks or "sampling" not in vars(type(cohort)):
+        raise MisconfigurationException(
+            f"trainer.cohort={type(cohort).__name__} chooses clients by what they hold or tell, which {setting} "
+            "doesn't cover; take Uniform, Poisson or Availability."
+        )
+
+
 def unfit(client: ClientModule) -> str:
     """Return a reason against a client module's guarantee at client level; empty without one.
 

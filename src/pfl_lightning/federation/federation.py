@@ -32,7 +32,7 @@ from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule, base_digest, complete, loadable
 from pfl_lightning.compression import Compression
 from pfl_lightning.contract.attributes import Remembered
-from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_sums
+from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_local, check_sums
 from pfl_lightning.contract.pairing import (
     check_common,
     check_finite,
@@ -54,6 +54,7 @@ from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
 from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
+from pfl_lightning.federation.local_noise import check_shared, noised
 from pfl_lightning.federation.messages import accepted, check_entries, check_payload, summed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
@@ -77,7 +78,7 @@ from pfl_lightning.federation.resuming import (
 )
 from pfl_lightning.messages import Message, StateDict, Updates, detached, is_finite, keep_own, num_bytes, tree_map
 from pfl_lightning.methods.registry import method_of
-from pfl_lightning.privacy import DPAverage, Release, SecureSum
+from pfl_lightning.privacy import DPAverage, LocalPrivacy, Release, SecureSum
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
 from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
@@ -141,6 +142,8 @@ class Federation(LightningModule):
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
+        self.local_epsilon: dict[int, float] = {}
+        """Epsilon of each client's updates so far, by ``trainer.local_privacy``."""
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
@@ -159,6 +162,8 @@ class Federation(LightningModule):
         if options.example_privacy is not None:
             noisy_counts = options.example_privacy.counts_epsilon is not None
             check_example_level(client, self.aggregator, options.cohort, noisy_counts)
+        if options.local_privacy is not None:
+            check_local(client, self.aggregator, options.cohort)
         check_pools(client, self._deployed, options.secure_sum is not None, options.evaluate)
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
@@ -172,6 +177,8 @@ class Federation(LightningModule):
             options.compression.check(client, self.aggregator)
         for module in self._architectures:
             module.settle_common()
+            if options.local_privacy is not None:
+                check_shared(module)
             check_tied(module)
             check_split(module)
             module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
@@ -233,6 +240,7 @@ class Federation(LightningModule):
             or len(by_samples) > 1
             or options.compression is not None
             or options.secure_sum is not None
+            or options.local_privacy is not None
             or self.aggregator.turns([0], 0) is not None
             # each update counts by its own staleness
             or (options.schedule is not None and any(part.reads_arrivals for part in parts))
@@ -377,9 +385,11 @@ class Federation(LightningModule):
         one.
         """
         fitted, per_sample = self.data.fitted_on, self.options.example_privacy is not None
-        if fitted == "nothing" or not (per_sample or (self.aggregator.guarantee and fitted == "all clients")):
+        of_clients = bool(self.aggregator.guarantee) or self.options.local_privacy is not None
+        if fitted == "nothing" or not (per_sample or (of_clients and fitted == "all clients")):
             return
-        setting = "trainer.example_privacy" if per_sample else f"aggregator={self.aggregator.name}"
+        of_client = "trainer.local_privacy" if self.options.local_privacy else f"aggregator={self.aggregator.name}"
+        setting = "trainer.example_privacy" if per_sample else of_client
         remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
         own = ", or data.standardize=client or data.preprocessing.by=client"
         raise MisconfigurationException(
@@ -666,6 +676,8 @@ class Federation(LightningModule):
             self._spend(cohort, outcomes)
             # Stop before the server sees an update that would exceed the privacy budget.
             private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
+        if self.options.local_privacy is not None:
+            self._spend_locally(cohort)
         sums: dict[str, Any] = {}
         if self.options.secure_sum is not None and cohort:
             outcomes, sums = self._summed(outcomes, cohort, self.options.secure_sum)
@@ -683,6 +695,13 @@ class Federation(LightningModule):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
+        """Return a client's outcome with the update that leaves the client: compressed, or noised."""
+        module = self._architectures[self.architecture_of(outcome.client)]
+        if (local := self.options.local_privacy) is not None:
+            return noised(outcome, job, module, local)
+        return cast(Compression, self.options.compression).applied(outcome, job, module)
 
     @property
     def _tells_absent(self) -> bool:
@@ -840,6 +859,19 @@ class Federation(LightningModule):
                 if made:
                     self.spent[client] = composed(self.spent.get(client, []), made)
 
+    def _spend_locally(self, cohort: Sequence[int], lost: bool = False) -> None:
+        """Count the noised update of each client of a round, as often as it was asked for.
+
+        Args:
+            cohort: the clients of the round.
+            lost: whether another process made the round, of which this engine knows nothing.
+        """
+        each = cast(LocalPrivacy, self.options.local_privacy).round_epsilon
+        for engine, own in self.engines_of(cohort):
+            for client in own:
+                times = 1 if lost else engine.times_asked(client)
+                self.local_epsilon[client] = self.local_epsilon.get(client, 0.0) + times * each
+
     def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds that the checkpoint lacks, but whose models others may have seen.
 
@@ -850,6 +882,9 @@ class Federation(LightningModule):
         if self.options.example_privacy is not None and self.options.example_privacy.is_secure:
             for cohort in cohorts:
                 self._spend(cohort, {}, lost=True)
+        if self.options.local_privacy is not None and self.options.local_privacy.is_secure:
+            for cohort in cohorts:
+                self._spend_locally(cohort, lost=True)
 
     @property
     def _deployed(self) -> bool:
@@ -882,7 +917,9 @@ class Federation(LightningModule):
         """
         listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
         pools = self.client.pools
-        compresses = self.options.compression is not None and not self.data.at_sites
+        # sites do so themselves
+        changes = self.options.compression is not None or self.options.local_privacy is not None
+        changes = changes and not self.data.at_sites
         known: dict[str, Any] | None = None
         size = 0
         for client in clients:
@@ -903,12 +940,7 @@ class Federation(LightningModule):
                 known, size = sent, num_bytes(sent)
             if record is None:
                 self.metrics["bytes/down"] += size
-            yield job._replace(finish=self._compressed) if compresses else job
-
-    def _compressed(self, outcome: Outcome, job: Job) -> Outcome:
-        """Return a client's outcome with the weights that the server gets."""
-        module = self._architectures[self.architecture_of(outcome.client)]
-        return cast(Compression, self.options.compression).applied(outcome, job, module)
+            yield job._replace(finish=self._as_sent) if changes else job
 
     def _read_rate(self) -> None:
         """Read the round's learning rate, as a factor of the initial one, from the scheduled optimizer."""
@@ -930,7 +962,7 @@ class Federation(LightningModule):
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
         private = bool(self.aggregator.guarantee)
-        ends = not private and self.options.example_privacy is None
+        ends = not private and self.options.example_privacy is None and self.options.local_privacy is None
         # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
         shared = shared_entries(self.client, self.client.state_dict())
         method, label = type(self.client).__name__, self.data.client_label
@@ -1039,6 +1071,8 @@ class Federation(LightningModule):
         """
         if (private := self.options.example_privacy) is not None:
             return private.statement(self.spent, self.sizes(self.spent, "train"))
+        if (local := self.options.local_privacy) is not None:
+            return local.statement(self.local_epsilon)
         statement = self.aggregator.privacy(final)
         if statement and (summed := self.options.secure_sum) is not None:
             statement["assumes"] = (
@@ -1049,10 +1083,14 @@ class Federation(LightningModule):
     @property
     def publishable(self) -> tuple[str, ...]:
         """Name patterns of the record's columns under the privacy guarantee; empty without a guarantee."""
-        return PUBLISHABLE if self.options.example_privacy is not None else self.aggregator.publishable
+        options = self.options
+        by_clients = options.example_privacy is not None or options.local_privacy is not None
+        return PUBLISHABLE if by_clients else self.aggregator.publishable
 
     def privacy_of(self, client: int) -> dict[str, float]:
-        """Return the ``epsilon`` spent on a client's samples by DP-SGD; empty without ``trainer.example_privacy``."""
+        """Return a client's ``epsilon``, by DP-SGD or by the client's own noise; empty without either."""
+        if self.options.local_privacy is not None:
+            return {"epsilon": self.local_epsilon.get(client, 0.0)}
         if (private := self.options.example_privacy) is None:
             return {}
         return {"epsilon": private.epsilon_of(self.spent.get(client, []), self.data.size(client, "train"))}
@@ -1340,6 +1378,7 @@ class Federation(LightningModule):
             **({} if whole else {"base": self._base}),
             "aggregator": self.aggregator.state,
             "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
+            "local_epsilon": dict(sorted(self.local_epsilon.items())),
             "cohort": self.options.cohort.state,
             **({} if self.options.schedule is None else {"schedule": self.options.schedule.state}),
             "clients": saved_states(self._all_states()),
@@ -1395,6 +1434,7 @@ class Federation(LightningModule):
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
         self.spent = {k: [Release(*each) for each in releases] for k, releases in state.get("spent", {}).items()}
+        self.local_epsilon = dict(state.get("local_epsilon", {}))
         self.options.cohort.setup(sizes)
         # Merged, as a changed selection or an earlier version's checkpoint may lack entries; those keep their initial
         # values.

@@ -21,7 +21,7 @@ from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.engines.examples import calibrated
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.privacy import DPSGD, SecureSum
+from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.selection import Asynchronous, Poisson, Sampling, Schedule, Selection, Uniform
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
@@ -67,6 +67,7 @@ class FederationOptions:
     limit: Limit = 1.0
     checkpoint_common: bool = True
     schedule: Schedule | None = None
+    local_privacy: LocalPrivacy | None = None
 
     def __post_init__(self) -> None:
         for name in ("clients_per_round", "evaluate_clients"):
@@ -123,6 +124,8 @@ class FederationOptions:
             )
         if self.example_privacy is not None:
             self._check_private()
+        if self.local_privacy is not None:
+            self._check_local(self.local_privacy)
         check_choices(
             "trainer",
             evaluate=(self.evaluate, ("before", "after", "both")),
@@ -157,7 +160,7 @@ class FederationOptions:
                 f"{name} simulates a clock, and sites of a deployment have the real one; leave it out, and set the "
                 "app's min-results, grace, timeout and late-rounds."
             )
-        for setting in ("example_privacy", "secure_sum"):
+        for setting in ("example_privacy", "local_privacy", "secure_sum"):
             if getattr(self, setting) is not None:
                 raise MisconfigurationException(
                     f"{name} leaves updates out by the clients' numbers of samples, which trainer.{setting} doesn't "
@@ -191,6 +194,26 @@ class FederationOptions:
             )
         if not isinstance(self.engine, (str, type)):
             cast(DPSGD, self.example_privacy).deployed()
+
+    def _check_local(self, local: LocalPrivacy) -> None:
+        """Refuse settings beside ``trainer.local_privacy`` that have no meaning with it, or another guarantee."""
+        if not isinstance(local, LocalPrivacy):
+            raise MisconfigurationException(
+                f"trainer.local_privacy={local!r} noises nothing; give an instance of PrivUnit or Laplace of "
+                "pfl_lightning.privacy, such as PrivUnit(round_epsilon=8)."
+            )
+        others = {
+            "example_privacy": "guarantees privacy of samples, and there is no one epsilon for both units",
+            "secure_sum": "hides updates that are noised by then, and the sum of so much noise needs no mask",
+            "compression": "sends the largest parts of a change, which are noise by then",
+        }
+        for name, reason in others.items():
+            if getattr(self, name) is not None:
+                raise MisconfigurationException(
+                    f"trainer.{name} {reason}; leave it out beside trainer.local_privacy={type(local).__name__}."
+                )
+        if not isinstance(self.engine, (str, type)):
+            local.deployed()
 
     def _check_precision(self, precision: str) -> None:
         """Refuse precisions in which per-sample bounds or noise would not hold."""
@@ -336,6 +359,11 @@ class FederationOptions:
             )
         if ranks == 1:
             return engines
+        if self.local_privacy is not None and self.local_privacy.is_secure:
+            raise MisconfigurationException(
+                f"trainer.local_privacy.noise=secure with trainer.devices={ranks}: each rank would draw other noise "
+                "for the same client; take seeded, or one device."
+            )
         own = self.client_states == "rank"
         return [Sharded(engine, trainer.global_rank, ranks, own, sums if own else None) for engine in engines]
 
@@ -387,6 +415,16 @@ class FederationOptions:
             )
         if self.example_privacy is not None:
             self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))
+            if getattr(data, "packing", False):
+                raise MisconfigurationException(
+                    "data.packing=true puts several conversations into a sample, by the lengths of all of a client's, "
+                    "so that one more moves others to other samples; trainer.example_privacy needs data.packing=false."
+                )
+            if any(getattr(layer, "gradient_checkpointing", False) is True for layer in client.modules()):
+                raise MisconfigurationException(
+                    "trainer.example_privacy takes the gradient of each sample by itself, and model.net."
+                    "gradient_checkpointing=true computes layers again for a whole batch; take false."
+                )
             if smallest_batch(client) > 1:
                 raise MisconfigurationException(
                     f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} "

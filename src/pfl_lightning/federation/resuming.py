@@ -106,6 +106,7 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
         "limit_train_batches": str(options.limit),
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
+        "local_privacy": options.local_privacy,
         "compression": options.compression,
         "secure_sum": options.secure_sum,
         "attacks": attacks_of(trainer),

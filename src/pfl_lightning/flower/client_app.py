@@ -27,6 +27,7 @@ from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.federation.local_noise import noised
 from pfl_lightning.flower.export import CONFIG, keep_model
 from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
 from pfl_lightning.flower.greeting import fingerprint, settings_told
@@ -115,7 +116,8 @@ class Worker:
     ) -> None:
         # noise is drawn here, so that the site's own configuration decides, whatever the server says
         private = trainer.rounds.example_privacy and trainer.rounds.example_privacy.deployed()
-        trainer.rounds = replace(trainer.rounds, example_privacy=private)
+        local = trainer.rounds.local_privacy and trainer.rounds.local_privacy.deployed()
+        trainer.rounds = replace(trainer.rounds, example_privacy=private, local_privacy=local)
         self.trainer, self.site, self.states = trainer, site, states
         self.aggregator = aggregator or client.configure_aggregator()
         self.memory = RecordDict() if memory is None else memory
@@ -301,6 +303,8 @@ class Worker:
         """Return a trained client's records for the server, after the client's state is on the site's disk."""
         client, name, sent = job.client, "", {}
         live = row["live"].split()
+        if (local := self.trainer.rounds.local_privacy) is not None:
+            outcome = noised(outcome, job, self.modules[row["architecture"]], local)
         if (compression := self.trainer.rounds.compression) is not None:
             outcome = compression.applied(outcome, job, self.modules[row["architecture"]])
         # engines know nothing of entries that travel once, such as public samples
@@ -466,6 +470,9 @@ class Worker:
     def _splits(self, client: int, row: Mapping[str, Any]) -> tuple[Split, ...]:
         """Return the splits that a client is evaluated on for the server: those asked for, if metrics may be known."""
         splits = cast(tuple[Split, ...], tuple(row["evaluate"].split()))
+        # each metric tells of samples without noise, whatever the server asks for
+        if self.trainer.rounds.local_privacy is not None:
+            return ()
         if self.trainer.rounds.example_privacy is None:
             return splits
         if "train" in splits:
@@ -493,6 +500,8 @@ def guards(trainer: FederatedTrainer, aggregator: Aggregator) -> str:
         aggregator: the server side.
     """
     rounds = trainer.rounds
+    if rounds.local_privacy is not None:
+        return "trainer.local_privacy"
     if rounds.example_privacy is not None or rounds.secure_sum is not None:
         return "trainer.secure_sum" if rounds.example_privacy is None else "trainer.example_privacy"
     return f"the guarantee of aggregator {aggregator.name}" if aggregator.guarantee else ""

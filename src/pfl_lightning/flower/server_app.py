@@ -250,6 +250,12 @@ def serve(
             f"trainer.example_privacy: own models of {type(client).__name__}'s clients learn without noise, so that "
             "sites tell no metrics of them, and the record has none."
         )
+    local = trainer.rounds.local_privacy and trainer.rounds.local_privacy.deployed()
+    if local and trainer.limit_val_batches:
+        raise MisconfigurationException(
+            f"trainer.limit_val_batches={trainer.limit_val_batches:g} asks sites for metrics, and under "
+            "trainer.local_privacy they send none; take 0, and data.central_test for samples of the server's own."
+        )
     if max_norm is not None and trainer.rounds.secure_sum is not None:
         raise MisconfigurationException(
             f"max-norm={max_norm:g} looks at single updates, which trainer.secure_sum hides; leave it out, and set "
@@ -272,13 +278,13 @@ def serve(
         first = FirstExchange(first_exchange, quorum.min_available or data.num_clients, classes, ckpt_path is not None)
     cohort = trainer.rounds.cohort_size(data.num_clients)
     keys_now = keys if keys is None or callable(keys) else lambda: keys
-    trainer.rounds = replace(trainer.rounds, example_privacy=private)
+    trainer.rounds = replace(trainer.rounds, example_privacy=private, local_privacy=local)
     server = aggregator or client.configure_aggregator()
     told = settings_told(trainer, modules, server, data)
     link = Link(
         grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first, told
     )
-    link.takes_late = not (together or private or server.guarantee or trainer.rounds.secure_sum is not None)
+    link.takes_late = not (together or private or local or server.guarantee or trainer.rounds.secure_sum is not None)
     # `wait` fills the sizes in, in the same dict
     data = remote_data(data, link.sizes, link.names, max_clients)
     progress, states = Progress(link, status, ckpt_path), States(link, patience, together)
@@ -362,7 +368,8 @@ def check_quorum(
             f"min-results={quorum.min_results} ends a round of {cohort} clients without the slow ones, which the "
             f"guarantee of aggregator {server.name} doesn't cover; take 1.0, which is all."
         )
-    private = server.guarantee or trainer.rounds.example_privacy is not None
+    rounds = trainer.rounds
+    private = server.guarantee or rounds.example_privacy is not None or rounds.local_privacy is not None
     if quorum.late_rounds and (private or trainer.rounds.secure_sum is not None):
         reason = "a guarantee of privacy" if private else "trainer.secure_sum"
         raise MisconfigurationException(
@@ -387,6 +394,7 @@ def check_together(
     server = aggregator or client.configure_aggregator()
     reasons = {
         "trainer.example_privacy counts each training of a client": trainer.rounds.example_privacy is not None,
+        "trainer.local_privacy counts each update of a client": trainer.rounds.local_privacy is not None,
         "trainer.secure_sum trains in steps of its own": trainer.rounds.secure_sum is not None,
         f"the guarantee of aggregator {server.name} counts each training": bool(server.guarantee),
         f"late-rounds={quorum.late_rounds} takes answers of earlier rounds": quorum.late_rounds > 0,

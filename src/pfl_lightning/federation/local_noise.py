@@ -1,0 +1,92 @@
+"""Noise a client's update before it leaves the client."""
+
+from collections.abc import Mapping
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from pfl_lightning.client import ClientModule
+from pfl_lightning.client.common import shared_entries
+from pfl_lightning.engines import Job, Outcome
+from pfl_lightning.messages import StateDict, is_finite
+from pfl_lightning.privacy import LocalPrivacy
+
+PUBLIC = frozenset({"weights", "num_samples"})
+"""Entries of a noised update: the noised weights, and a number that counts as public."""
+
+
+@torch.no_grad()
+def noised(outcome: Outcome, job: Job, module: ClientModule, local: LocalPrivacy) -> Outcome:
+    """Return a client's outcome with noised weights, and without metrics of its training.
+
+    Training that diverged gives a noised change of zero, and leaves the client's state as it was: who diverged tells of
+    samples.
+
+    Args:
+        outcome: the outcome of the client's training.
+        job: the client's job, with the received weights.
+        module: the client module of the client's architecture.
+        local: the mechanism.
+
+    Raises:
+        MisconfigurationException: if the update has an entry that would leave the client without noise.
+    """
+    if outcome.refused:
+        return outcome
+    update, received = outcome.update, job.payload["weights"]
+    first = first_names(module, update["weights"])
+    bare = [*(update.keys() - PUBLIC), *(update["weights"].keys() - (first.keys() & received.keys()))]
+    if bare:
+        raise MisconfigurationException(
+            f"trainer.local_privacy: model={type(module).__name__} sends {min(bare)}, to which no noise is added; take "
+            "a method that sends parameters alone, such as FedAvg."
+        )
+    names = list(dict.fromkeys(first.values()))
+    start = torch.cat([flat(received[name]) for name in names])
+    change = torch.cat([flat(update["weights"][name]) for name in names]) - start
+    state = outcome.state
+    if not (outcome.finite and is_finite({"change": change})):
+        change, state = torch.zeros_like(change), job.state
+    sizes = [received[name].numel() for name in names]
+    moved = start + local.noised(change, local.draws(job.seed))
+    parts = dict(zip(names, torch.split(moved, sizes), strict=True))
+    weights = {
+        name: parts[first[name]].view(tensor.shape).to(tensor.dtype) for name, tensor in update["weights"].items()
+    }
+    # judged by noised numbers alone
+    return outcome._replace(update={**update, "weights": weights}, state=state, metrics={}, finite=is_finite(weights))
+
+
+def first_names(module: ClientModule, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the first name of each parameter in an update, by every name of it; tied ones have several.
+
+    Args:
+        module: the client module.
+        weights: the update's weights.
+    """
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in named if name in weights and p.is_floating_point()}
+
+
+def check_shared(module: ClientModule) -> None:
+    """Refuse clients that share entries other than parameters.
+
+    Args:
+        module: the client module.
+
+    Raises:
+        MisconfigurationException: if they do, or share nothing.
+    """
+    shared: StateDict = shared_entries(module, module.state_dict())
+    if buffers := sorted(shared.keys() - first_names(module, shared).keys()):
+        raise MisconfigurationException(
+            f"model.buffers={module.buffers_policy!r}: clients share {buffers[0]}, statistics to which "
+            "trainer.local_privacy adds no noise; take model.buffers=local, or a net without BatchNorm."
+        )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor as a vector in float64, on the CPU."""
+    return tensor.detach().to("cpu", torch.float64).reshape(-1)
