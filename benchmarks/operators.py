@@ -113,6 +113,7 @@ class Sites(Deployment):
         super().__init__(folder, sites)
         self.rows: list[tuple[str, str, str]] = []
         self.begun = time.monotonic()
+        self.settings: dict[str, str] = {}
         # sockets of the processes that stay, so that they can be counted
         self.environment |= {"TMPDIR": str(folder), "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
         self.program = folder / "lossy"
@@ -123,6 +124,11 @@ class Sites(Deployment):
         """A process; the first site's SuperNode is the one that may lose an answer."""
         lossy = words[0] == "flower-supernode" and name == "site0"
         return super().start(name, str(self.program) if lossy else words[0], *words[1:])
+
+    def supernode(self, name: str, more: str = "") -> subprocess.Popen[bytes]:
+        """Starts a site, with the further settings that it had before where it comes back by itself."""
+        self.settings[name] = more or self.settings.get(name, "")
+        return super().supernode(name, self.settings[name])
 
     def note(self, case: str, read: str, seconds: str = "") -> None:
         """Adds a row of the table, and prints it."""
