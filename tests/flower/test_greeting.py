@@ -16,10 +16,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.compression import HalfPrecision, TopK
+from pfl_lightning.flower import link
 from pfl_lightning.flower.link import Quorum
 from pfl_lightning.methods import FedPer, FedProx
 from pfl_lightning.nets import Net
-from pfl_lightning.privacy import DPSGD, SecureSum
+from pfl_lightning.privacy import DPSGD, Laplace, SecureSum
 from pfl_lightning.tasks import Classification
 
 PRIVATE = {"example_privacy": DPSGD(2.0, 0.5)}
@@ -72,6 +73,13 @@ def test_a_site_whose_epsilon_would_be_another_is_refused_by_name(tmp_path, othe
     """Each made the server's epsilon of 1.07 untrue."""
     grid = mixed_grid(tmp_path, settings=PRIVATE, other=other, held=held)
     assert f"its {name} is {own} and the server's {servers};" in refused_in(grid, **PRIVATE)
+
+
+def test_a_site_without_the_noise_of_its_own_updates_is_refused(tmp_path):
+    told = {"limit_val_batches": 0}
+    grid = mixed_grid(tmp_path, settings={"local_privacy": Laplace(1.0, 1.0), **told}, other={"local_privacy": None})
+    sentence = refused_in(grid, local_privacy=Laplace(1.0, 1.0), **told)
+    assert "its trainer.local_privacy is null and the server's Laplace;" in sentence
 
 
 def test_a_site_with_another_configuration_is_refused_by_all_that_differs(tmp_path):
@@ -271,7 +279,7 @@ def test_no_path_of_a_site_is_in_its_greeting(tmp_path):
 
 def test_a_private_site_believes_no_server(tmp_path, monkeypatch):
     """A server without privacy, which takes any site, gets noised updates all the same."""
-    monkeypatch.setattr("pfl_lightning.flower.link.check_settings", lambda *told: None)
+    monkeypatch.setattr(link, "check_settings", lambda *told: None)
     heard = []
 
     class Reads(FederatedCallback):

@@ -11,7 +11,7 @@ from deployments import ALL, deploy, grid_of, rewrite
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import NETS, Pause, Spy, equal, fit, make_client, noisy
-from pfl_lightning.flower import client_app
+from pfl_lightning.flower import client_app, link
 from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedClassAvg, FedDBE, FedDyn, FedPer
 from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
@@ -286,7 +286,7 @@ def test_what_a_bad_site_sends_in_the_other_steps_never_ends_the_run(kind_, chan
 @pytest.fixture
 def takes_any_site(monkeypatch):
     """A server that cheats: it takes sites with other settings than its own."""
-    monkeypatch.setattr("pfl_lightning.flower.link.check_settings", lambda *told: None)
+    monkeypatch.setattr(link, "check_settings", lambda *told: None)
 
 
 @pytest.mark.usefixtures("takes_any_site")

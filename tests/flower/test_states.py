@@ -144,7 +144,10 @@ def test_what_no_checkpoint_needs_is_dropped(tmp_path):
     assert tokens(tmp_path) == {second, third, fourth}
     # resumed from an earlier checkpoint
     fifth = versions.keep(3, state(5.0), second, live=[second])
-    assert tokens(tmp_path) == {second, fifth}
+    # the server may take the third or the fourth, if they answered the same question
+    assert tokens(tmp_path) == {second, third, fourth, fifth}
+    sixth = versions.keep(3, state(6.0), fifth, live=[second])
+    assert tokens(tmp_path) == {second, fifth, sixth}
 
 
 def test_nothing_of_others_is_dropped(tmp_path):

@@ -21,6 +21,7 @@ from federations import Pause, fit, make_trainer, plain
 from pfl_lightning.data import TableData
 from pfl_lightning.flower.client_app import Worker, app_of
 from pfl_lightning.flower.first_exchange import KINDS, TOLD, FirstExchange, kept, merged, pieces, take_over
+from pfl_lightning.flower.greeting import settings_told
 from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions
@@ -75,7 +76,8 @@ class Sites(LocalGrid):
             if agreed := kept(states.folder):
                 take_over(own, agreed)
             site = Site.of(context.node_config, own, agrees=agrees)
-            return Worker(make_trainer(limit_val_batches=0, **more), make(), site, states)
+            rounds = {} if self.max_rounds is None else {"max_rounds": self.max_rounds}
+            return Worker(make_trainer(limit_val_batches=0, **rounds, **more), make(), site, states)
 
         super().__init__(app_of(worker), {client + 1: {"clients": str(client), "allow": allow} for client in range(3)})
 
@@ -118,7 +120,9 @@ def test_a_site_with_other_values_than_the_first_is_refused(tmp_path):
     path = tmp_path / "2" / "agreed.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mean": {"age": 7.0, "sex": 0.5}}))
     grid = Sites(tmp_path)
-    link = Link(grid, 3, initial_of([make()]))
+    client = make()
+    told = settings_told(make_trainer(limit_val_batches=0), [client], client.configure_aggregator(), alone(0))
+    link = Link(grid, 3, initial_of([client]), settings=told)
     with pytest.warns(UserWarning, match=r"node [123] is refused: its data\.standardize makes other inputs"):
         link.look()
     assert 0 < len(link.present) < 3
@@ -210,11 +214,11 @@ def test_the_global_model_is_right_as_often_as_the_simulations(tmp_path):
         own = data(table(context.node_id - 1))
         own.setup()
         site = Site.of(context.node_config, own)
-        return Worker(make_trainer(limit_val_batches=0), make(), site, StateVersions(tmp_path / str(context.node_id)))
+        return Worker(make_trainer(**settings), make(), site, StateVersions(tmp_path / str(context.node_id)))
 
+    settings = {"limit_val_batches": 0, "max_rounds": 15}
     grid = LocalGrid(app_of(worker), {client + 1: {"clients": str(client)} for client in range(3)})
     every = pandas.concat([table(client) for client in range(3)])
-    settings = {"limit_val_batches": 0, "max_rounds": 15}
     # the server has the names of columns alone
     there = deploy(grid, make, data=lambda: data(every[:0], num_clients=3), **settings)
     here = fit(make(), data(every), **settings)
