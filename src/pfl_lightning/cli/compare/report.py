@@ -95,7 +95,8 @@ FALLEN_BACK: dict[Population, str] = {
 }
 """Why intervals are others than those asked for."""
 
-WITHOUT_SCORES = "Without an interval over rows, as their metric is undefined without some row: {clients}."
+WITHOUT_SCORES = """\
+Gains over {reference} are of the other clients than {clients}, whose metric is undefined without some row."""
 
 CHOSEN = """\
 Chosen on validation rows from {count} methods: {method}. On test rows, which had no part in this choice, its gain over
@@ -176,7 +177,7 @@ def write(
         notes.append(OVER_REFERENCE.format(reference=reference, population=held))
         notes += [FALLEN_BACK[population]] if population not in (None, kept) else []
         if kept == "samples" and (lacking := unscored(methods)):
-            notes.append(WITHOUT_SCORES.format(clients=", ".join(lacking)))
+            notes.append(WITHOUT_SCORES.format(reference=reference, clients=", ".join(lacking)))
         known = max(sum(not isnan(one.half) for one, _ in compared[title].values()) for title in over)
         if known:
             notes.append(STAR.format(count=f"{known} comparisons" if known > 1 else "1 comparison"))
