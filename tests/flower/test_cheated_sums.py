@@ -174,6 +174,7 @@ def test_a_resumed_round_without_a_client_tells_nothing_of_it(tmp_path, encoded,
 
 
 @pytest.mark.parametrize("kind", ["train", "query.share"])
+@pytest.mark.by_default("train")
 def test_a_client_that_drops_out_of_a_resumed_round_takes_the_sum_with_it(kind, tmp_path, encoded, learnt):
     run, victims = Interrupted(tmp_path), encoded[VICTIM][1]
     with pytest.warns(UserWarning, match="client 3"):
@@ -192,6 +193,7 @@ def test_a_resumed_round_of_the_same_clients_has_other_updates(tmp_path, encoded
     assert [row["clients"] for row in again.rows] == [4, 4]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_round_goes_on_with_the_clients_that_have_told_it(tmp_path, learnt):
     run = Interrupted(tmp_path, watch=lost(11 + VICTIM, "query.offer"))
     assert learnt[-1][0] == [0, 1, 2]
@@ -210,6 +212,7 @@ def test_a_server_that_goes_further_back_is_told_so(tmp_path):
         run.resume()
 
 
+@pytest.mark.exhaustive
 def test_a_new_run_may_begin_with_other_clients_where_its_model_is_another(tmp_path):
     run = Interrupted(tmp_path)
     run.grid.away.add(11 + VICTIM)
@@ -292,6 +295,7 @@ def site_keys(folder):
     return {11 + client: SiteKeys(folder / f"key{client}", known) for client in keys}
 
 
+@pytest.mark.exhaustive
 def test_sites_that_know_each_other_sum_as_others_do(tmp_path):
     keys = site_keys(tmp_path)
     make = {"nodes": FOUR, "as_simulated": True, **SETTINGS}

@@ -82,6 +82,7 @@ def received(method, folder, data, monkeypatch, **settings):
 @pytest.mark.parametrize(
     ("method", "evaluate"), [(FedAvg, "before"), (Ditto, "before"), (Ditto, "both"), (FedBABU, "both")]
 )
+@pytest.mark.by_default("FedAvg-before", "FedBABU-both")
 def test_one_sample_changes_nothing_beside_noised_weights(method, evaluate, tmp_path, monkeypatch):
     settings = {"evaluate": evaluate, "max_rounds": 2}
     with_it, _ = received(method, tmp_path / "one", OneOther, monkeypatch, **settings)

@@ -65,6 +65,7 @@ def test_resumed_runs_have_one_process_which_ends_with_the_federation(tmp_path, 
         assert len(asked(2, "query.end")) == 0
 
 
+@pytest.mark.exhaustive
 def test_each_federation_has_a_folder_of_its_own_at_a_site(tmp_path, monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     settings, folders = node(tmp_path), []

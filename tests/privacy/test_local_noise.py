@@ -70,6 +70,7 @@ def events_of(local, one):
 
 @pytest.mark.parametrize(("make", "one", "other"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
+@pytest.mark.by_default("seeded-Laplace", "seeded-PrivUnit with norms", "secure-PrivUnit")
 def test_no_event_is_likelier_than_the_claim(make, one, other, noise):
     local = make(1.0)
     local.noise = noise
