@@ -86,31 +86,26 @@ def test_a_new_app_hands_messages_on_and_its_process_imports_nothing_heavy(app):
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_a_worker_is_made_once_and_gets_each_message_s_secrets(app, context):
-    made = stay.Resident(
-        {
-            "folder": str(app),
-            "run": 1,
-            "node": 7,
-            "node_config": dict(context.node_config),
-            "run_config": dict(context.run_config),
-        }
-    )
+def test_a_worker_is_made_once_a_run_and_gets_each_message_s_secrets(app, context):
+    made = stay.Resident({"folder": str(app), "node": 7, "node_config": dict(context.node_config)})
     workers = []
-    for _ in range(2):
+    # the last message is of the same federation after it was resumed
+    for run in (1, 1, 2):
         here, there = multiprocessing.Pipe()
-        state = RecordDict()
-        here.send(("query", asked(), state, 60.0))
-        made.serve(there)
+        here.send(("query", asked(), RecordDict(), 60.0, run, dict(context.run_config)))
+        assert made.serve(there)
         content, _ = here.recv()
         assert clients(content) == {0, 2}
         workers.append(made._worker)
-    assert workers[0] is workers[1] and not made.busy
+    assert workers[0] is workers[1] is not workers[2] and not made.busy
     # whoever has brought the message is gone
     here, there = multiprocessing.Pipe()
     here.close()
-    made.serve(there)
-    assert not made.busy
+    assert made.serve(there) and not made.busy
+    # the federation has ended
+    here, there = multiprocessing.Pipe()
+    here.send(None)
+    assert not made.serve(there) and here.recv() is None
 
 
 @pytest.mark.parametrize("why", ["setting", "room"])
