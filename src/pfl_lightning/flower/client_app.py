@@ -429,9 +429,11 @@ class Worker:
         """Yield jobs with the engines' results, and write the reason of each failed job into the records."""
         # one engine serves one architecture
         jobs: dict[int, dict[int, Job]] = {}
+        # once a message, as sites may have many clients and long lists of words
+        settings = fingerprint(self.settings)
         for client, row in told.items():
             with failing(records, [client]):
-                job = self._job(client, row, content)
+                job = self._job(client, row, content, settings)
                 # before training, which a refusal would waste
                 if phase == "training" and row["sum"] and self.summing is not None:
                     job = self._begun(job, row)
@@ -446,12 +448,12 @@ class Worker:
                 for result in engine.complete(phase, list(own.values())):
                     yield own[result.client if isinstance(result, Outcome) else result[0]], result
 
-    def _job(self, client: int, row: Mapping[str, Any], content: RecordDict) -> Job:
+    def _job(self, client: int, row: Mapping[str, Any], content: RecordDict, settings: str) -> Job:
         if row["name"]:
             self.site.join(client, row["name"])
         samples = self.site.client(client)
         # its files and flags may have changed, or its SuperNode may have been started again unseen
-        if row["settings"] != fingerprint(self.settings):
+        if row["settings"] != settings:
             raise Refused(f"client {client}: its site has other settings than in its greeting.")
         if row["architecture"] not in range(len(self.modules)):
             raise Refused(f"client {client} can't have the architecture {row['architecture']}.")
