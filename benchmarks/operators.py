@@ -1,6 +1,6 @@
 """What an operator reads when sites, apps and the server die: each case for real, with the truth beside it.
 
-    python benchmarks/operators.py               # ten sites, an hour on two cores; needs the extra flower, and Linux
+    python benchmarks/operators.py               # ten sites, some 15 minutes on two cores; needs the extra flower, and Linux
     python benchmarks/operators.py --sites 3     # three
 
 A federation of FedPer loses an answer, a site, the server's app and the SuperLink, and has to end with the simulation's
