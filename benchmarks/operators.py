@@ -1,6 +1,6 @@
 """What an operator reads when sites, apps and the server die: each case for real, with the truth beside it.
 
-    python benchmarks/operators.py               # ten sites, some 15 minutes on two cores; needs the extra flower, and Linux
+    python benchmarks/operators.py               # ten sites, 15 minutes on two cores; the extra flower, Linux
     python benchmarks/operators.py --sites 3     # three
 
 A federation of FedPer loses an answer, a site, the server's app and the SuperLink, and has to end with the simulation's
@@ -254,7 +254,7 @@ def second(deployed: Sites, rounds: int) -> None:
     answered, _ = deployed.until(lambda: said(deployed, "others", "; refused"))
     deployed.note("a site's disk is full", answered)
     advice, _ = deployed.until(
-        lambda: said(deployed, "others", "rounds late") or ("no advice" if run.poll() is not None else "")
+        lambda: said(deployed, "others", "late and don't count") or ("no advice" if run.poll() is not None else "")
     )
     deployed.note("a site is slow", advice)
     deployed.until(lambda: str(run.poll() is not None or ""))

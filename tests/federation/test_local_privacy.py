@@ -22,9 +22,11 @@ from federations import (
 )
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import FedAdam, FedDisco, FedLAW
-from pfl_lightning.callbacks import CanaryAudit
+from pfl_lightning.callbacks import CanaryAudit, FederatedCallback
 from pfl_lightning.compression import TopK
 from pfl_lightning.data import Samples
+from pfl_lightning.engines.client_parallel import ClientParallel
+from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, FedSALoRA, FFALoRA, Local
 from pfl_lightning.privacy import DPSGD, DPAverage, Laplace, PrivUnit, SecureSum
 from pfl_lightning.privacy.local import Cap
@@ -235,3 +237,23 @@ def test_a_server_s_steps_behind_the_noise_are_free():
     run = fit(make_client(), aggregator=FedAdam(), **PRIVATE)
     assert run.federation.privacy()["epsilon"] == 12.0
     assert fit(make_client(), aggregator=WeightedAverage(), **PRIVATE).federation.privacy()["epsilon"] == 12.0
+
+
+class Ranks(FederatedCallback):
+    """Notes each rank's updates."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_aggregate_start(self, trainer, federation, updates):
+        with (self.folder / f"rank {trainer.global_rank}").open("a") as file:
+            file.write(f"{digest(updates)}\n")
+
+
+def test_secure_noise_is_drawn_once_a_client_on_several_devices(tmp_path):
+    local = PrivUnit(4.0, clip=0.5, noise="secure")
+    settings = {"devices": 2, "strategy": ClientParallel(start_method="fork"), "local_privacy": local}
+    fit(make_client(), root=tmp_path / "run", max_rounds=2, callbacks=[Ranks(tmp_path)], **settings)
+    one, other = ((tmp_path / f"rank {rank}").read_text().split() for rank in (0, 1))
+    # the same updates on both ranks, and other ones in each round
+    assert one == other and len({*one}) == 2

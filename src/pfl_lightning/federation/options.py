@@ -359,11 +359,6 @@ class FederationOptions:
             )
         if ranks == 1:
             return engines
-        if self.local_privacy is not None and self.local_privacy.is_secure:
-            raise MisconfigurationException(
-                f"trainer.local_privacy.noise=secure with trainer.devices={ranks}: each rank would draw other noise "
-                "for the same client; take seeded, or one device."
-            )
         own = self.client_states == "rank"
         return [Sharded(engine, trainer.global_rank, ranks, own, sums if own else None) for engine in engines]
 

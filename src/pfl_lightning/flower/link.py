@@ -582,15 +582,13 @@ class Link:
         self._too_late.update(clients)
         slow = [client for client in clients if self._too_late[client] >= TOO_LATE]
         if new := [client for client in slow if client not in self.late]:
-            rank_zero_warn(
-                f"answers of client {', '.join(map(self.label, new))} come {rounds} rounds late and don't count; "
-                + self.advice(rounds)
-            )
+            rank_zero_warn(f"answers of client {', '.join(map(self.label, new))} {self.lateness(rounds)}")
         self.late |= dict.fromkeys(slow, rounds)
 
-    def advice(self, rounds: int) -> str:
-        """Return the setting by which answers would count that come some rounds late."""
-        return f"late-rounds={rounds} would count them." if self.takes_late else "a longer grace would wait for them."
+    def lateness(self, rounds: int) -> str:
+        """Return by how many rounds answers come too late, and the setting by which they would count."""
+        cure = f"late-rounds={rounds} would count them." if self.takes_late else "a longer grace would wait for them."
+        return f"come {rounds} {'round' if rounds == 1 else 'rounds'} late and don't count; {cure}"
 
     def _late_answers(self, kind: str, round: int, open_: Collection[int]) -> list[Answer]:
         """Return the kept replies about open clients in a training phase, and forget those that are too old."""

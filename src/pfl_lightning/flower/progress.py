@@ -132,8 +132,7 @@ class Progress(FederatedCallback):
         round, seconds, clients = self.link.waiting()
         now = {"round": round, "since": time.time() - seconds, "clients": [every[client] for client in clients]}
         late = {
-            every[client]: f"answers come {rounds} rounds late and don't count; {self.link.advice(rounds)}"
-            for client, rounds in sorted(self.link.late.items())
+            every[client]: f"answers {self.link.lateness(rounds)}" for client, rounds in sorted(self.link.late.items())
         }
         state = {
             **self._state,
