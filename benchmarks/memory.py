@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py [--clients 1000] [--participation 0.01] [--rounds 2] [--net resnet18]
     python benchmarks/memory.py --ranks 4 --net mlp --clients 10000 --participation 0.1 --states rank
+    python benchmarks/memory.py --updates --net wide --clients 60
 
 Each line is a run in a process of its own, on the CPU: 1,000 ResNet-18, of which 10 take part in a round, with eight
 random images each. Local keeps whole models, FedPer classifiers alone. The peak is that of resident memory
@@ -14,6 +15,9 @@ With ``--ranks`` several forked processes share the clients, without checkpoints
 largest peak of a rank. FedAvg keeps no states: its lines show what ranks exchange. With states in ``memory`` each rank
 holds those of all clients, which for 10,000 clients is 26 GiB of Ditto's over four ranks: a line says where a process
 was killed, and ``--states rank`` leaves such lines out.
+
+With ``--updates`` all clients of FedAvg take part, and a line has an engine's peak, in MiB and in models: how many of a
+round's models are in memory at once. A net ``wide`` has 16 MiB.
 
 Clients have no validation and test samples: an evaluation runs one client after another through the same module, which
 takes time and no memory of its own.
@@ -46,7 +50,7 @@ from pfl_lightning.nets import CNN, MLP, NetFactory, ResNet18
 SAMPLES = 8
 METHODS: dict[str, type[FedAvg]] = {"Local": Local, "FedPer": FedPer}
 ON_RANKS: dict[str, type[FedAvg]] = {"FedAvg": FedAvg, "FedPer": FedPer, "Ditto": Ditto}
-NETS: dict[str, NetFactory] = {"resnet18": ResNet18, "small": CNN, "mlp": MLP}
+NETS: dict[str, NetFactory] = {"resnet18": ResNet18, "small": CNN, "mlp": MLP, "wide": partial(MLP, hidden=[1365])}
 MIB = 2**20
 
 
@@ -146,6 +150,29 @@ def measure(method: str, states: str, args: argparse.Namespace) -> dict[str, flo
         }
 
 
+def of_updates(engine: str, args: argparse.Namespace) -> dict[str, float]:
+    """Runs FedAvg; gives the bytes of its peak and of a model, and its seconds."""
+    data = noise(args)
+    client = FedAvg(NETS[args.net], data.input_shape, data.num_classes, optimizer=partial(SGD, lr=0.01))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        trainer = quiet_trainer(args, "memory", folder, engine=engine, logger=False, enable_checkpointing=False)
+        before, start = peak(), time.perf_counter()
+        trainer.fit(client, datamodule=data)
+        model = num_bytes(trainer.lightning_module.aggregator.global_model())
+        return {"peak": peak() - before, "model": model, "seconds": time.perf_counter() - start}
+
+
+def table_of_updates(args: argparse.Namespace) -> None:
+    """Prints the table of engines."""
+    print(f"FedAvg, {args.clients} clients a round, {args.rounds} rounds, {args.net}")
+    print(f"{'engine':<12} {'a model':>9} {'peak':>11} {'models':>7} {'time':>7}")
+    for engine in ("sequential", "processes"):
+        line = found("updates", engine)
+        if line:
+            sizes = f"{line['model'] / MIB:>5,.1f} MiB {line['peak'] / MIB:>7,.0f} MiB"
+            print(f"{engine:<12} {sizes} {line['peak'] / line['model']:>7.1f} {line['seconds']:>5.0f} s", flush=True)
+
+
 def found(method: str, states: str) -> dict[str, float]:
     """Measures in a process of its own; gives nothing if the system ended the process or one of its ranks."""
     command = [sys.executable, __file__, *sys.argv[1:], "--one", method, states]
@@ -182,10 +209,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the clients")
     parser.add_argument("--states", nargs="+", help="where states are: memory, disk or, over ranks, rank; default two")
     parser.add_argument("--folder", help="where states and checkpoints go for the time being")
+    parser.add_argument("--updates", action="store_true", help="the peak of a round's updates, all clients in it")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "STATES"), help="that line alone, as JSON")
     args = parser.parse_args()
+    if args.updates:
+        args.participation = 1.0
     if args.one:
-        print(json.dumps((measure if args.ranks == 1 else on_ranks)(*args.one, args)))
+        if args.updates:
+            print(json.dumps(of_updates(args.one[1], args)))
+        else:
+            print(json.dumps((measure if args.ranks == 1 else on_ranks)(*args.one, args)))
+        return
+    if args.updates:
+        table_of_updates(args)
         return
     if args.ranks > 1:
         table_of_ranks(args)

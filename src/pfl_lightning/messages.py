@@ -137,6 +137,91 @@ class Restored(dict[str, Tensor]):
         return Restored, (dict(self), self.travelled)
 
 
+class RunningMean(Mapping[str, Tensor]):
+    r"""The weighted mean of a round's models, added up as they come; it stands in the place of each of them.
+
+    Models are added in the order of the clients' ids, whenever they come, so that the mean has the bits of
+    `weighted_mean`. Where a client of the cohort gives none, the sum is divided by the weight that came, which rounds
+    once more. Its entries, as those of any model, are the mean's.
+
+    Args:
+        counts: the expected weight of each client of the cohort, such as its number of samples, by id.
+    """
+
+    def __init__(self, counts: Mapping[int, float]) -> None:
+        self.expected = sum(counts[client] for client in sorted(counts))
+        self.counts: dict[int, float] = {}
+        """Weights of the clients that were added."""
+        self._waiting = sorted(counts, reverse=True)
+        self._early: dict[int, Mapping[str, Tensor]] = {}
+        self._totals: StateDict = {}
+        self._mean: StateDict | None = None
+        self.kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """Shape and type of each model's tensors, by name."""
+
+    @torch.no_grad()
+    def add(self, client: int, model: Mapping[str, Tensor], count: float) -> None:
+        """Add a client's model.
+
+        Args:
+            client: the client's id, one of the expected.
+            model: the model; all have the same names, shapes and types.
+            count: its weight.
+        """
+        self._early[client], self.counts[client] = model, count
+        while self._waiting and self._waiting[-1] in self._early:
+            self._take(self._waiting.pop())
+
+    def _take(self, client: int) -> None:
+        """Add the next model in the order of ids to the sum, and let go of it."""
+        model, share = self._early.pop(client), self.counts[client] / self.expected
+        self.kinds = self.kinds or {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
+        for name, tensor in model.items():
+            if not tensor.is_floating_point():
+                total = self._totals.get(name, tensor)
+                self._totals[name] = torch.maximum(total, tensor.to(total.device))
+            elif name in self._totals:
+                self._totals[name].add_(tensor.to(self._totals[name].device), alpha=share)
+            else:
+                self._totals[name] = tensor.to(promoted(tensor)) * share
+
+    def mean(self) -> StateDict:
+        """Return the mean; no model can be added from then on."""
+        if self._mean is None:
+            for client in sorted(self._early):
+                self._take(client)
+            came = sum(self.counts[client] for client in sorted(self.counts))
+            if came != self.expected:
+                for total in filter(Tensor.is_floating_point, self._totals.values()):
+                    total.mul_(self.expected / came)
+            self._mean = {name: total.to(self.kinds[name][1]) for name, total in self._totals.items()}
+            self._totals = {}
+        return self._mean
+
+    def is_of(self, weights: Mapping[int, float]) -> bool:
+        """Return whether it is the mean by these weights of these clients.
+
+        Args:
+            weights: by client id, in the order of the ids; with sum 1.
+        """
+        came = sum(self.counts[client] for client in sorted(self.counts))
+        return weights == {client: self.counts[client] / came for client in sorted(self.counts)}
+
+    @property
+    def bytes_of_one(self) -> int:
+        """Bytes of one client's model."""
+        return sum(shape.numel() * kind.itemsize for shape, kind in self.kinds.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.mean()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
 def tensors(record: Any) -> Iterator[Tensor]:
     """Yield every tensor of a record, at any depth, in the record's order.
 
@@ -169,6 +254,8 @@ def num_bytes(record: Any) -> int:
         return record.stack.bytes_of_a_row
     if type(record) is Restored:
         return num_bytes(record.travelled)
+    if type(record) is RunningMean:
+        return record.bytes_of_one
     if isinstance(record, (dict, Mapping)):
         return sum(map(num_bytes, record.values()))
     return sum(map(num_bytes, record)) if isinstance(record, (list, tuple)) else 0

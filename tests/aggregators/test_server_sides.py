@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import pkgutil
-import warnings
 
 import pytest
 import yaml
@@ -44,14 +43,6 @@ def test_methods_export_client_sides():
     assert not SERVERS.keys() & vars(methods).keys()
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_the_old_name_works_and_names_the_new_one(name):
-    with pytest.warns(DeprecationWarning, match=f"from pfl_lightning.aggregators import {name}$") as found:
-        assert getattr(methods, name) is SERVERS[name]
-    # at the user's line, so that Python shows it
-    assert found[0].filename == __file__
-
-
 def test_other_names_are_in_neither():
     for room in (methods, aggregators):
         with pytest.raises(AttributeError, match="FedPorx"):
@@ -65,13 +56,10 @@ def test_other_names_are_in_neither():
         ("CwFedAvg", "aggregators.CwFedAvg"),
         ("pfl_lightning.aggregators.FedAdam", "aggregators.FedAdam"),
         ("pfl_lightning.methods.fedopt.FedAdam", "methods.fedopt.FedAdam"),
-        # of a config.yaml of before
-        ("pfl_lightning.methods.FedAdam", "methods.FedAdam"),
     ],
 )
 def test_the_command_line_takes_all_names_and_writes_the_new_ones(given, written, capsys):
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
-        warnings.filterwarnings("error", message=r"pfl_lightning\.methods")
+    with pytest.raises(SystemExit) as ended:
         pfl(f"fit --config quickstart --aggregator {given} --print_config")
     assert ended.value.code == 0
     assert yaml.safe_load(capsys.readouterr().out)["aggregator"]["class_path"] == f"pfl_lightning.{written}"

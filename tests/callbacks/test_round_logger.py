@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from federations import Spy, blobs, fit, load, make_client, read_csv, untimed
+from federations import Spy, blobs, fit, load, make_client, read_csv
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
@@ -215,18 +215,6 @@ def test_rows_are_packed_once_and_stay_exactly_as_they_were(tmp_path):
     unpacked = PackedRows.unpacked(saved)
     assert unpacked == PackedRows.unpacked(given) + rows[1:]
     assert [list(row) for row in unpacked[1:]] == [list(row) for row in rows[1:]]
-
-
-def test_a_record_of_lists_is_resumed(tmp_path):
-    """Checkpoints of earlier versions hold a list of rows."""
-    whole = fit(make_client(), root=tmp_path / "whole", max_rounds=3)
-    half = fit(make_client(), root=tmp_path / "half", max_rounds=2)
-    checkpoint = load(half.last)
-    checkpoint["callbacks"]["RoundLogger"]["rows"] = half.rows
-    torch.save(checkpoint, tmp_path / "earlier.ckpt")
-    resumed = fit(make_client(), root=tmp_path / "elsewhere", ckpt_path=tmp_path / "earlier.ckpt", max_rounds=3)
-    assert untimed(resumed.rows) == untimed(whole.rows)
-    assert untimed(read_csv(resumed.folder / "rounds.csv")) == untimed(read_csv(whole.folder / "rounds.csv"))
 
 
 def test_each_client_has_a_row_a_round_on_request(tmp_path):

@@ -41,3 +41,20 @@ def test_newcomers_are_scaled_as_the_federation_is_and_change_nothing_of_it():
     of_clients, each = standardized(values, division, "client")
     assert [mean.item() for mean, _ in each] == [1.5, 5.5, 9.5]
     assert torch.equal(of_clients[8:], of_clients[:4])
+
+
+@pytest.mark.parametrize(
+    ("codes", "known", "fill", "word"),
+    [
+        # the most frequent word is none of the vocabulary
+        ([1, 1, 0, -1], ["a"], "mode", "a"),
+        # the vocabulary has a word that no training row has
+        ([1, 1], ["a", "b"], "mode", "b"),
+        ([1, 1], ["a"], "mode", None),
+        ([-1], ["a", "b"], "mode", None),
+        ([1, 1], ["a", "b"], "a", "a"),
+        ([1, 1], ["a", "b"], None, None),
+    ],
+)
+def test_gaps_of_categories_are_filled_by_a_known_word_of_training_rows(codes, known, fill, word):
+    assert preprocessing.filled_word(np.array(codes), ["a", "b"], known, fill) == word

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import FederatedDataModule, FolderData, Loaded, TensorData
+from pfl_lightning.data.trees import cell
 from pfl_lightning.tasks import Classification, Regression
 
 X = np.arange(24, dtype=np.float64).reshape(12, 2)
@@ -193,3 +194,16 @@ def test_files_of_something_else_are_refused(held, tmp_path):
 def test_a_task_is_a_task(task):
     with pytest.raises(MisconfigurationException, match=r"^data.task="):
         TensorData(X, Y, task)
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "words"),
+    [
+        (float("inf"), (4,), "x is inf in row 4"),
+        (1e300, (4,), "x is 1e+300, beyond single precision, in row 4"),
+        (float("nan"), (17, 3), "x is nan in row 17, column 3"),
+        (float("nan"), (17, 3, 5), "x is nan in row 17 at [3, 5]"),
+    ],
+)
+def test_a_number_that_no_net_takes_is_named_with_its_place(value, place, words):
+    assert cell("x", value, place) == words

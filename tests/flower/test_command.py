@@ -138,7 +138,7 @@ def test_an_unfinished_run_goes_on_in_its_folder(app, tmp_path):
 
 def test_settings_of_a_quorum_are_those_of_the_app(app):
     run = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    # what a new app says is what an app of an earlier version gets
+    # a new app writes the defaults out
     assert apps.quorum_in(run) == apps.quorum_in({}) == Quorum()
     other = {"min-available": 3, "min-results": 0.5, "grace": 7, "wait-for-lost": 9, "late-rounds": 1}
     assert apps.quorum_in(run | other) == Quorum(3, 0.5, 7.0, 9.0, 1)

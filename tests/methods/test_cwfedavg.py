@@ -347,17 +347,6 @@ def test_with_fewer_classes_than_uploads_the_class_models_alone_are_kept(monkeyp
     assert all(close(one, other) for one, other in zip(starts(aggregator), together, strict=True))
 
 
-def test_a_checkpoint_of_uploads_goes_on():
-    updates = random_updates()
-    aggregator = server(updates, layers="all")
-    expected = starts(aggregator)
-    # as earlier versions kept them
-    del aggregator.state["basis"]
-    aggregator.state["sources"] = [update["weights"] for update in updates.values()]
-    aggregator.state["mix"] = aggregator.state["mix"].clone()
-    assert all(close(one, other) for one, other in zip(starts(aggregator), expected, strict=True))
-
-
 def test_nobody_takes_part():
     aggregator = server(random_updates())
     before = starts(aggregator)
@@ -367,7 +356,8 @@ def test_nobody_takes_part():
 
 def test_before_the_first_round_everybody_has_the_initial_model():
     aggregator = server({}, clients=3)
-    assert all(torch.equal(start[HEAD], aggregator.state["weights"][HEAD]) for start in starts(aggregator))
+    # a distribution adds up to 1 to rounding
+    assert all(torch.allclose(start[HEAD], aggregator.state["weights"][HEAD]) for start in starts(aggregator))
 
 
 def test_an_all_zero_head_shows_the_uniform_distribution_and_has_no_gradient():

@@ -229,16 +229,6 @@ def test_a_fifth_of_the_cloud_models_is_in_memory_and_their_order_changes_nothin
     assert not torch.allclose(vector(few.download(2)["weights"]), whole[2], atol=1e-3)
 
 
-def test_a_checkpoint_with_cloud_models_goes_on_with_them():
-    aggregator, updates = server(), uploads(0, 1)
-    aggregator.aggregate(updates, round=0)
-    aggregator.state["clouds"] = {0: updates[1]["weights"]}
-    assert aggregator.download(0)["weights"] is updates[1]["weights"]
-    assert aggregator.download(1)["weights"] is aggregator.state["initial"]
-    aggregator.aggregate(updates, round=1)
-    assert aggregator.download(0)["weights"] is not updates[1]["weights"]
-
-
 def test_attention_of_models_in_float32_is_that_in_float64_however_long_they_are():
     updates = uploads(0, 1, 2, 3)
     far = {name: 1000 + torch.zeros_like(tensor) for name, tensor in updates[0]["weights"].items()}

@@ -128,17 +128,6 @@ def test_a_rule_sees_what_all_have_reported():
     assert ours.state["consensus"]["mean"].tolist() == [5.0] * HIDDEN
 
 
-def test_the_consensus_of_an_earlier_versions_checkpoint_stays_as_it_is():
-    model = make_client(FedDBE)
-    ours = aggregator_of(model)
-    ours.aggregate({1: report(model, 1)}, 0)
-    del ours.state["reported"], ours.state["reports"]
-    before = ours.download(3)["consensus"]
-    assert before
-    ours.aggregate({3: report(model, 3)}, 1)
-    assert equal(ours.download(3)["consensus"], before)
-
-
 def test_the_gradient_of_the_regulariser_is_kappa_mu_times_the_distance():
     client, (x, y) = make_client(FedDBE, kappa=7.0, mu=0.4), points(9, seed=1)
     client.reached.fill_(1.0)

@@ -14,7 +14,6 @@ from sklearn.metrics import (
     r2_score,
 )
 from torch.nn import functional as F
-from torchmetrics import MeanSquaredError, MetricCollection
 
 from federations import fit, near, untimed
 from pfl_lightning import FederatedTrainer
@@ -82,14 +81,6 @@ def test_states_of_clients_add_up_to_the_metric_of_all(name):
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_a_task_survives_as_plain_values(task):
     assert made(plain(task)) == task
-
-
-@pytest.mark.parametrize(
-    ("file", "task"), [("poisson", Poisson(2)), ("quantile", Quantile(1)), ("multi_label", MultiLabel(4))]
-)
-def test_a_task_of_an_earlier_version_s_checkpoint_is_found(file, task):
-    earlier = f"pfl_lightning.tasks.{file}.{type(task).__name__}"
-    assert made(plain(task) | {"class_path": earlier}) == task
 
 
 class Counts(Regression):
@@ -280,14 +271,6 @@ def test_further_tasks_are_the_same_under_both_engines(task):
         found[engine] = [v for row in record.clients for name, v in row.items() if name.startswith("test/")]
     assert found["vectorised"] == pytest.approx(found["sequential"], rel=1e-4, nan_ok=True)
     assert not all(map(math.isnan, found["sequential"]))
-
-
-def test_a_task_of_an_earlier_version_names_its_metrics_by_another_method():
-    class Old(Regression):
-        def metrics(self):
-            return MetricCollection({"own": MeanSquaredError()})
-
-    assert list(Old().configure_metrics()) == ["own"]
 
 
 def test_answers_are_matched_as_wholes():

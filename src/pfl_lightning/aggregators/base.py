@@ -1,6 +1,6 @@
 """The base class of aggregators, and the server's knowledge before the first round."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
-from pfl_lightning.messages import Message, StateDict, Updates, detached
+from pfl_lightning.messages import Message, RunningMean, StateDict, Updates, detached
 from pfl_lightning.selection import Sampling
 from pfl_lightning.settings import as_call
 
@@ -229,6 +229,17 @@ class Aggregator:
         Args:
             clients: ids of the round's clients.
             round: the round's number, from 0.
+        """
+        return None
+
+    def running_mean(self, sizes: Mapping[int, int]) -> RunningMean | None:
+        """Return what adds the weights of a round up as they come; None, the default, to get each client's own.
+
+        The mean then is in the place of each client's ``weights`` in `aggregate`, and no more than one client's weights
+        are in memory. Only a server that does nothing but average may ask for it.
+
+        Args:
+            sizes: the expected clients' numbers of training samples, by id.
         """
         return None
 

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.means import Averaging, Mean
-from pfl_lightning.messages import CPU, Message, StateDict, Updates, column, weighted_mean
+from pfl_lightning.messages import CPU, Message, RunningMean, StateDict, Updates, column, weighted_mean
 from pfl_lightning.transfers import moved
 
 Weighting: TypeAlias = Literal["samples", "uniform"]
@@ -131,6 +131,16 @@ class WeightedAverage(Aggregator):
             # all names of a tied parameter: `average` changes each entry of the state dict by itself
             self.learnable = server.parameter_names(remove_duplicate=False)
 
+    def running_mean(self, sizes: Mapping[int, int]) -> RunningMean | None:
+        """Return the mean of the round, unless a rule or a subclass looks at single uploads."""
+        own, base = type(self), WeightedAverage
+        if self.mean is not None or any(
+            getattr(own, name) is not getattr(base, name) for name in ("aggregate", "average", "mean_of")
+        ):
+            return None
+        samples = self.weighting == "samples"
+        return RunningMean({client: float(size) if samples else 1.0 for client, size in sizes.items()})
+
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Move the global model to the mean of the uploads, or towards the mean.
 
@@ -221,6 +231,9 @@ def mean_model(updates: Updates, weights: Mapping[int, float]) -> StateDict:
         updates: updates by client id, at least one, with ``weights``.
         weights: weight of each client, by id; used as they are.
     """
+    added = next(iter(updates.values()))["weights"]
+    if type(added) is RunningMean and added.counts.keys() == updates.keys() and added.is_of(weights):
+        return dict(added.mean())
     return weighted_mean([update["weights"] for update in updates.values()], [weights[client] for client in updates])
 
 

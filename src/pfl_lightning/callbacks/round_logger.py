@@ -139,8 +139,7 @@ class RoundLogger(FederatedCallback):
             self.client_rows, self._packed_clients = PackedRows.unpacked(state_dict["client_rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])
-        # earlier versions counted without this file
-        self._lost = state_dict.get("lost", 0)
+        self._lost = state_dict["lost"]
 
     def _elapsed(self) -> float:
         return self._seconds + time.perf_counter() - self._start

@@ -16,7 +16,6 @@ from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.data.batches import Limit
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
-from pfl_lightning.engines.malloc import keep_freed
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
 from pfl_lightning.privacy.accountant import Release
 from pfl_lightning.privacy.dp_sgd import DPSGD
@@ -240,9 +239,6 @@ class Engine(ABC):
         workers: int | None = None,
         compile: bool = False,
     ) -> None:
-        # On a GPU torch's caching allocator keeps freed memory already.
-        if module.device.type == "cpu":
-            keep_freed()
         self.module = module
         self.device = module.device
         self.work = work

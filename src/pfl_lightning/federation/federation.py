@@ -55,7 +55,7 @@ from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
 from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
 from pfl_lightning.federation.local_noise import check_shared, noised
-from pfl_lightning.federation.messages import accepted, check_entries, check_payload, summed
+from pfl_lightning.federation.messages import Arrivals, accepted, check_entries, check_payload, summed
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
     Batch,
@@ -660,17 +660,18 @@ class Federation(LightningModule):
         start = time.perf_counter()
         turns = self.aggregator.turns(cohort, self.round)
         handed: Message = {}
+        arrivals = self._arrivals(arrived) if turns is None else None
         for together in self._by_start(arrived, plan) if turns is None else [[client] for client in turns]:
             for engine, own in self.engines_of(together):
                 for outcome in engine.complete("training", self._jobs(own, handed, plan.sent)):
                     client = outcome.client
-                    outcomes[client] = outcome
                     # Refused clients gave no usable result; callbacks shall not record it.
                     if not outcome.refused:
                         for ended in listeners:
                             ended(self.trainer, self, client, outcome)
                         if turns is not None and outcome.finite:
                             handed = {"weights": outcome.update["weights"]}
+                    outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
         if (private := self.options.example_privacy) is not None:
             self._spend(cohort, outcomes)
@@ -695,6 +696,23 @@ class Federation(LightningModule):
             self.trainer.optimizers[0].step()
             scheduler.step()  # type: ignore[union-attr]
             self._read_rate()
+
+    def _arrivals(self, clients: list[int]) -> Arrivals | None:
+        """Return what adds a round's weights up as they come; None to collect the updates.
+
+        Args:
+            clients: ids of the clients whose updates arrive.
+        """
+        # whoever looks at single updates needs all of them
+        if self.options.secure_sum is not None or self._listeners("on_aggregate_start"):
+            return None
+        mean = self.aggregator.running_mean(self.sizes(clients, "train"))
+        return None if mean is None else Arrivals(mean, self.aggregator, self._shared_now)
+
+    @property
+    def _shared_now(self) -> StateDict:
+        """The entries that clients share, in their types of now: the Trainer's precision may have changed them."""
+        return shared_entries(self.client, self.client.state_dict())
 
     def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
         """Return a client's outcome with the update that leaves the client: compressed, or noised."""
@@ -963,8 +981,7 @@ class Federation(LightningModule):
         # the clients.
         private = bool(self.aggregator.guarantee)
         ends = not private and self.options.example_privacy is None and self.options.local_privacy is None
-        # Read now and not at set-up: the Trainer's precision may have changed the weights' dtype.
-        shared = shared_entries(self.client, self.client.state_dict())
+        shared = self._shared_now
         method, label = type(self.client).__name__, self.data.client_label
         taken, diverged = accepted(outcomes, self.aggregator, method, shared, round, expected if ends else 0, label)
         refused = len(outcomes) - diverged - len(taken)

@@ -13,7 +13,7 @@ from torch import Size, Tensor, dtype
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Outcome
-from pfl_lightning.messages import Message, Row, StateDict
+from pfl_lightning.messages import Message, Row, RunningMean, StateDict
 from pfl_lightning.privacy.secure_sum import Encoding, NoiseShare, SecureSum, Unsummable
 
 Kinds: TypeAlias = dict[str, tuple[Size, dtype]]
@@ -88,6 +88,37 @@ def check_payload(payload: Message, client: int, aggregator: Aggregator, shared:
 
 
 # Updates
+
+
+class Arrivals:
+    """Adds the weights of a round's updates up as they come, so that no more than one client's are in memory.
+
+    Args:
+        mean: of the round's clients; see `Aggregator.running_mean`.
+        aggregator: the aggregator.
+        shared: the entries that clients share.
+    """
+
+    def __init__(self, mean: RunningMean, aggregator: Aggregator, shared: StateDict) -> None:
+        self.mean, self.aggregator, self.kinds = mean, aggregator, kinds_of(shared)
+
+    def added(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with the mean in the place of its weights, to which these are added.
+
+        Whatever can't be added stays as it is, and is judged by `accepted`.
+
+        Args:
+            outcome: of a client whose update was expected.
+        """
+        update = outcome.update
+        # rows of a stack are summed where they are, and restored weights keep the form that travelled
+        if not isinstance(update, dict) or type(update.get("weights")) is not dict:
+            return outcome
+        if outcome.refused or not outcome.finite or fault(update, self.aggregator, self.kinds):
+            return outcome
+        count = float(update["num_samples"]) if "num_samples" in self.aggregator.needs else 1.0
+        self.mean.add(outcome.client, update["weights"], count)
+        return outcome._replace(update={**update, "weights": self.mean})
 
 
 def accepted(
@@ -194,10 +225,12 @@ def kinds_of(weights: Mapping[str, Tensor]) -> Kinds:
     """Return shapes and types of weights, by name, without a copy from the device.
 
     Args:
-        weights: a state dict, or a row of a stack.
+        weights: a state dict, a row of a stack, or a mean of several.
     """
     if type(weights) is Row:
         return weights.stack.kinds
+    if type(weights) is RunningMean:
+        return weights.kinds
     return {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
 
 

@@ -182,12 +182,11 @@ def state_folder(node: Mapping[str, Any], node_id: int) -> str:
 
     Args:
         node: Flower's ``node_config``.
-        node_id: Flower's id of the node, by which earlier versions named the folder.
+        node_id: Flower's id of the node, for a node that doesn't name its clients.
     """
     # a site without a key gets another id at each start, and would find nothing that it has kept
-    earlier = f"states-{node_id}"
     own = re.sub(r"\W+", "_", str(node.get("clients", ""))).strip("_")
-    return str(node.get("state-dir") or (earlier if Path(earlier).is_dir() or not own else f"states-{own}"))
+    return str(node.get("state-dir") or f"states-{own or node_id}")
 
 
 def federation_name(folder: Path) -> str:
@@ -321,7 +320,7 @@ def part(grid: Grid) -> None:
 
 
 def quorum_in(run: Mapping[str, Any]) -> Quorum:
-    """Return the clients that a start and a phase wait for; an app of an earlier version has no settings of it.
+    """Return the clients that a start and a phase wait for; settings that the app lacks have their defaults.
 
     >>> quorum_in({"min-results": 8, "grace": 5})
     Quorum(min_available=0, min_results=8, grace=5.0, wait_for_lost=0.0, late_rounds=0)

@@ -1,10 +1,5 @@
 """Methods of personalised federated learning, one file each: client modules here, aggregators by `aggregators`."""
 
-import warnings
-from typing import TYPE_CHECKING, Any
-
-from pfl_lightning import aggregators
-
 # files of server sides alone: imported, a class is known to the command line by its name
 from pfl_lightning.methods import (  # noqa: F401
     cfl,
@@ -191,16 +186,3 @@ __all__ = [
     "QFedAvg",
     "RoLoRA",
 ]
-
-# hidden from type checkers, which would take any name for one of the package
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in aggregators.SERVERS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(
-            f"pfl_lightning.methods.{name} is a server side; write: from pfl_lightning.aggregators import {name}",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(aggregators, name)

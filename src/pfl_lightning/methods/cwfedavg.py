@@ -197,8 +197,7 @@ class CwFedAvg(WeightedAverage):
         if self._stacked is None or self._stacked[0] is not mix:
             self._stacked = mix, {}
         stacked = self._stacked[1]
-        # earlier versions kept no basis, and the last round's uploads as sources
-        shares = distributions @ self.state.get("basis", mix)
+        shares = distributions @ self.state["basis"]
         mixed = {}
         for name in self.names if names is None else names:
             if name not in stacked:

@@ -144,8 +144,6 @@ class FedAMP(ModelPool):
         super().aggregate(updates, round)
         models = list(self.state["models"].values())
         self.state["xi"] = xi = self._attention(models)
-        # of an earlier version's checkpoint, which kept a cloud model for each client
-        self.state.pop("clouds", None)
         own_weight = float(xi.diagonal().mean())
         if own_weight > ALONE and len(models) > 1 and self.alpha > 0 and not self.state.get("warned"):
             self.state["warned"] = True
@@ -179,8 +177,6 @@ class FedAMP(ModelPool):
 
     def download(self, client: int) -> Message:
         """Return :math:`u_i`, or the common initial model before the client's first update."""
-        if "clouds" in self.state:
-            return {"weights": self.state["clouds"].get(client, self.state["initial"])}
         models, xi = self.state["models"], self.state["xi"]
         if client not in models:
             return {"weights": self.state["initial"]}

@@ -147,12 +147,8 @@ class DomainConsensus(WeightedAverage):
         return logs
 
     def _has_reported(self, client: int) -> bool:
-        """Return True if the consensus includes a client's features.
-
-        Checkpoints of older versions have a fixed consensus, without the ids of its clients: all then count as
-        reported.
-        """
-        return bool(self.state["consensus"]) and client in self.state.get("reported", (client,))
+        """Return True if the consensus includes a client's features."""
+        return bool(self.state["consensus"]) and client in self.state["reported"]
 
     def _take(self, updates: Updates, new: Updates) -> None:
         """Take reports into the consensus.

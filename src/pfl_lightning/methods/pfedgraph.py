@@ -15,7 +15,7 @@ from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, clien
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, Updates, weighted_mean, weighted_means
+from pfl_lightning.messages import Message, Updates, weighted_means
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedcross import cosines
 from pfl_lightning.methods.frozen import Frozen
@@ -122,16 +122,19 @@ class CollaborationGraph(WeightedAverage):
             return {}
         super().aggregate(updates, round)
         models = [update["weights"] for update in updates.values()]
-        d = -cosines(inner_products(models, self.names, self.state["initial"])[:-1, :-1])
+        products = inner_products(models, self.names, self.state["initial"])
+        d = -cosines(products[:-1, :-1])
         # as in the official code, which treats very similar clients as one
         d = torch.where(d < -0.9, -1.0, d)
         p = torch.tensor([*client_weights(updates, "samples").values()], dtype=torch.float64)
         a = on_simplex(p - d / (2 * self.alpha))
-        norms = inner_products(models, self.names).diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        # of y = x_0 + change, by the products that are known
+        squares = products.diagonal()[:-1] + 2 * products[:-1, -1] + products[-1, -1]
+        norms = squares.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         mixes = weighted_means(models, a.tolist())
-        for client, row, mix in zip(updates, (a / norms).tolist(), mixes, strict=True):
-            self.state["mixes"][client] = mix
-            self.state["references"][client] = weighted_mean(models, row, self.names)
+        references = weighted_means(models, (a / norms).tolist(), self.names)
+        self.state["mixes"].update(zip(updates, mixes, strict=True))
+        self.state["references"].update(zip(updates, references, strict=True))
         return {"own_weight": float(a.diagonal().mean())}
 
     def download(self, client: int) -> Message:

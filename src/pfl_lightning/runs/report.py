@@ -101,14 +101,12 @@ class PackedRows:
         return {"packed": self._packed, "lines": self._lines}
 
     @staticmethod
-    def unpacked(state: Mapping[str, Any] | list[Row]) -> list[Row]:
-        """Return the rows packed by `state`; checkpoints of earlier versions hold a plain list.
+    def unpacked(state: Mapping[str, Any]) -> list[Row]:
+        """Return the rows packed by `state`.
 
         Args:
-            state: the result of `state`, or a list of rows.
+            state: the result of `state`.
         """
-        if isinstance(state, list):
-            return list(state)
         text = gzip.decompress(state["packed"].numpy().tobytes()).decode() + state["lines"]
         return [json.loads(line) for line in text.splitlines()]
 

@@ -38,12 +38,6 @@ class Task(ABC):
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # tasks written for earlier versions, whose metrics came from a method of this name
-        if "configure_metrics" not in vars(cls) and callable(method := vars(cls).get("metrics")):
-            cls.configure_metrics = method  # type: ignore[method-assign]
-
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:

@@ -9,13 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.tasks.base import Task
 from pfl_lightning.tasks.classification import Classification
 
-MOVED = {
-    "pfl_lightning.tasks.poisson.Poisson": "pfl_lightning.tasks.regression.Poisson",
-    "pfl_lightning.tasks.quantile.Quantile": "pfl_lightning.tasks.regression.Quantile",
-    "pfl_lightning.tasks.multi_label.MultiLabel": "pfl_lightning.tasks.classification.MultiLabel",
-}
-"""Class paths in checkpoints of earlier versions, with today's."""
-
 
 def plain(task: Task) -> dict[str, Any]:
     """Return the class path and settings of a task, as in configurations.
@@ -41,7 +34,7 @@ def hparams(task: Task) -> dict[str, Any]:
     Args:
         task: the task.
     """
-    # classification keeps the form of the time before tasks, so that old and new checkpoints read alike
+    # the short form of the constructor
     if type(task) is Classification and task == Classification(task.num_classes):
         return {"num_classes": task.num_classes}
     return {"task": plain(task)}
@@ -70,7 +63,7 @@ def made(config: Task | Mapping[str, Any]) -> Task:
         )
     path = config["class_path"]
     # looked up among imported classes and never imported by name, which would run code of the checkpoint's choice
-    if (kind := imported().get(MOVED.get(path, path))) is None:
+    if (kind := imported().get(path)) is None:
         raise MisconfigurationException(
             f"task={path} is no Task that has been imported; import its module before the checkpoint is loaded."
         )

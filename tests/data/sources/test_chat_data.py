@@ -220,6 +220,21 @@ def test_prompts_and_texts(tokenizer):
     assert data.end_tokens == {0, 1, 2}
 
 
+def test_a_tokenizer_adds_no_mark_to_those_of_the_template():
+    from tokenizers.processors import TemplateProcessing
+
+    template = "<s> " + BARE
+    marking = made_tokenizer(template)
+    adding = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", WORDS.index("<s>"))])
+    marking.backend_tokenizer.post_processor = adding
+    assert marking("hi")["input_ids"] == numbers("<s> hi")
+    data = ChatData(ROWS, marking)
+    assert data.encode("hi") == numbers("<s> user : hi </s> assistant :")
+    for loss_on in ("assistant", "all"):
+        _, pool = loaded(ROWS[1:2], marking, loss_on=loss_on)
+        assert pool.x[0].tolist() == numbers("<s> user : you </s> assistant : bad")
+
+
 def test_the_plain_template_marks_answers(tokenizer):
     _, pool = loaded([{"messages": turns("hi", "yes "), "client": 0}], tokenizer, chat_template="plain")
     assert pool.x[0].tolist() == numbers("### User: hi ### Assistant: yes")

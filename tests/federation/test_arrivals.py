@@ -1,0 +1,118 @@
+"""Sums as they come: weights are added to the round's mean when a client has trained, with the same bits."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+
+from federations import SIZES, Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
+from pfl_lightning import Aggregator
+from pfl_lightning.aggregators import FedAdam, FedAvgM, WeightedAverage
+from pfl_lightning.engines import Job, Outcome, Sequential
+from pfl_lightning.messages import RunningMean, Updates, num_bytes, weighted_mean
+from pfl_lightning.methods import ControlVariates, FedAvg, FedDyn, FedPer, FedProx
+
+
+class Watched(WeightedAverage):
+    """Counts the clients' different weights."""
+
+    def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
+        return {"different": len({id(update["weights"]) for update in updates.values()})}
+
+
+class Nan(Sequential):
+    """Has client 1 diverge."""
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        for outcome in super().run(jobs):
+            yield outcome._replace(finite=outcome.client != 1)
+
+
+def models(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"w": torch.randn(50, generator=generator), "half": torch.randn(9, generator=generator).bfloat16(),
+         "steps": torch.tensor(k)}
+        for k in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_mean_has_the_bits_of_all_at_once_in_any_order(order):
+    counts, each = {3: 7.0, 5: 2.0, 8: 4.0}, models()
+    mean = RunningMean(counts)
+    for k in order:
+        mean.add([3, 5, 8][k], each[k], [7.0, 2.0, 4.0][k])
+    assert equal(mean.mean(), weighted_mean(each, [7 / 13, 2 / 13, 4 / 13]))
+    assert num_bytes(mean) == num_bytes(each[0])
+    assert mean.is_of({3: 7 / 13, 5: 2 / 13, 8: 4 / 13}) and not mean.is_of({3: 1 / 3, 5: 1 / 3, 8: 1 / 3})
+
+
+def test_a_missing_client_leaves_the_mean_of_the_others():
+    mean, each = RunningMean({3: 7.0, 5: 2.0, 8: 4.0}), models()
+    mean.add(8, each[2], 4.0)
+    mean.add(3, each[0], 7.0)
+    expected = weighted_mean([each[0], each[2]], [7 / 11, 4 / 11])
+    assert all(torch.allclose(mean[name], expected[name], rtol=1e-5) for name in expected)
+    assert mean.is_of({3: 7 / 11, 8: 4 / 11})
+
+
+def test_no_more_than_one_model_waits():
+    mean, seen = RunningMean(dict.fromkeys(range(6), 1.0)), []
+    for client in range(6):
+        model = {"w": torch.ones(1000)}
+        seen.append(weakref.ref(model["w"]))
+        mean.add(client, model, 1.0)
+        del model
+    assert [ref() for ref in seen] == [None] * 6
+
+
+@pytest.mark.parametrize("engine", ["sequential", Shuffled])
+@pytest.mark.parametrize("method", [FedAvg, FedProx, FedPer, FedDyn, ControlVariates])
+def test_a_callback_that_looks_at_updates_changes_no_bit(method, engine):
+    """With a callback the server gets whole updates, and without one their mean."""
+    make, settings = partial(make_client, method, net=noisy), {"clients_per_round": 3, "engine": engine}
+    assert same_end(fit(make(), **settings), fit(make(), callbacks=[Spy()], **settings))
+
+
+@pytest.mark.parametrize(
+    "server", [FedAvgM, FedAdam, partial(WeightedAverage, server_lr=0.5), partial(WeightedAverage, weighting="uniform")]
+)
+def test_servers_have_the_same_bits_by_the_mean_as_by_updates(server):
+    one = fit(make_client(), aggregator=server())
+    assert same_end(one, fit(make_client(), aggregator=server(), callbacks=[Spy()]))
+
+
+def test_weights_are_one_mean_in_memory():
+    class Kept(WeightedAverage):
+        means: ClassVar[list[RunningMean]] = []
+
+        def running_mean(self, sizes):
+            self.means.append(super().running_mean(sizes))
+            return self.means[-1]
+
+    run = fit(make_client(), aggregator=Kept(), max_rounds=2)
+    sizes = run.federation.sizes(range(len(SIZES)), "train")
+    assert [mean.counts for mean in Kept.means] == [sizes, sizes]
+    assert all(tensor is Kept.means[-1][n] for n, tensor in run.federation.aggregator.global_model().items())
+
+
+def test_a_server_that_looks_at_single_uploads_gets_them():
+    run = fit(make_client(), aggregator=Watched(), max_rounds=1)
+    assert run.rows[0]["server/different"] == len(SIZES)
+    assert Aggregator().running_mean({0: 3}) is None
+
+
+def test_a_diverged_client_is_left_out_of_the_sum():
+    plain = fit(make_client(), engine=Nan, max_rounds=1)
+    other = fit(make_client(), engine=Nan, max_rounds=1, callbacks=[Spy()])
+    assert plain.rows[0]["clients"] == len(SIZES) - 1
+    assert all(torch.allclose(plain.weights[n], other.weights[n], atol=1e-6) for n in plain.weights)
+
+
+def test_bytes_are_those_of_the_clients():
+    with_updates = fit(make_client(), blobs(), max_rounds=1, callbacks=[Spy()])
+    assert fit(make_client(), blobs(), max_rounds=1).rows[0]["bytes/up"] == with_updates.rows[0]["bytes/up"]
