@@ -11,7 +11,7 @@ from torch.optim import SGD
 from federations import fit, make_client, noisy, plain
 from pfl_lightning.aggregators import FedBuff, WeightedAverage
 from pfl_lightning.compression import TopK
-from pfl_lightning.methods import Ditto, FedAvg, Local
+from pfl_lightning.methods import APPLE, Ditto, FedAvg, Local
 from pfl_lightning.selection import Asynchronous, Synchronous
 
 
@@ -74,6 +74,8 @@ def test_a_run_that_learns_nothing_is_told_once_with_the_reason(engine, make, se
         (partial(make_client, net=noisy), {"engine": "vectorised"}),
         (partial(make_client, Local), {}),
         (partial(make_client, Ditto), {"clients_per_round": 1}),
+        # its weights of other clients' models get their size at the first download
+        (partial(make_client, APPLE, optimizer=partial(SGD, lr=0.0)), {}),
         (make_client, {"compression": TopK(0.1)}),
         (make_client, {"aggregator": Waiting()}),
         (make_client, {"aggregator": FedBuff(), "schedule": Asynchronous(buffer=3, dropout=0.5)}),

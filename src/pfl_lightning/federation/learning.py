@@ -122,4 +122,5 @@ def any_changed(
 
 def same(found: Tensor, before: Tensor) -> bool:
     """Return whether two tensors are equal but for rounding, in the type and on the device of the second."""
-    return torch.allclose(found.to(before), before, rtol=ROUNDING, atol=0.0)
+    # a method may size an entry by the number of clients, known at the first download
+    return found.shape == before.shape and torch.allclose(found.to(before), before, rtol=ROUNDING, atol=0.0)
