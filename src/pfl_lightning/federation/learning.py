@@ -1,6 +1,7 @@
 """A look at the first rounds of a run: whether anything was learned, and why not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.engines import ClientState
-from pfl_lightning.messages import Row, StateDict, Updates
+from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.selection.schedule import Schedule
 
 ROUNDING = 1e-6
@@ -26,9 +27,9 @@ class FirstRounds:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[dict[str, Any]] = []
 
-    def is_over(self, row: Row) -> bool:
+    def is_over(self, row: Mapping[str, Any]) -> bool:
         """Take a round's row, and return whether it was the last of the first rounds.
 
         Args:
@@ -100,24 +101,27 @@ def any_changed(
         architecture_of: returns the number of a client's architecture.
     """
     trained = [{name for name, each in module.named_parameters() if each.requires_grad} for module in modules]
-    compared = False
-    # the server's first, as a look at updates may bring them from a device
-    pairs = [(now, shared, trained[0])]
-    for client, update in updates.items():
-        state, number = states.get(client), architecture_of(client)
-        if state is None or state.kept is not None:
-            # at its site, or with another rank
-            if initial[number].keys() & trained[number]:
-                return True
-        else:
-            pairs.append((state.personal, initial[number], trained[number]))
-        pairs.append((update.get("weights", {}), shared, trained[number]))
-    for found, before, names in pairs:
+
+    def pairs() -> Iterator[tuple[Mapping[str, Tensor], StateDict, set[str]]]:
+        # the server's first: where it has changed, no state is read from disk and no update brought from a device
+        yield now, shared, trained[0]
+        for client, update in updates.items():
+            number, state = architecture_of(client), states.get(client)
+            if state is not None and state.kept is None:
+                yield state.personal, initial[number], trained[number]
+            elif initial[number].keys() & trained[number]:
+                # at its site, or with another rank
+                hidden.append(client)
+            yield update.get("weights", {}), shared, trained[number]
+
+    hidden: list[int] = []
+    compared = 0
+    for found, before, names in pairs():
         for name in before.keys() & names & found.keys():
             if not same(found[name], before[name]):
                 return True
-            compared = True
-    return not compared
+            compared += 1
+    return bool(hidden) or not compared
 
 
 def same(found: Tensor, before: Tensor) -> bool:
