@@ -41,7 +41,7 @@ def lines(caplog):
 def test_small_nets_are_vectorised(taken, caplog):
     fit(make_client(), engine="auto")
     assert taken == ["Vectorised"]
-    assert lines(caplog) == ["trainer.engine='auto' takes vectorised: Net is small."]
+    assert lines(caplog) == ["trainer.engine='auto' trains with vectorised: Net is small."]
 
 
 @pytest.mark.parametrize(("workers", "engine"), [(1, "sequential"), (2, "processes")])
@@ -51,7 +51,7 @@ def test_larger_steps_are_for_all_cores(taken, caplog, monkeypatch, workers, eng
     runs = [fit(make_client(), engine=e, workers=workers) for e in ("sequential", "auto")]
     assert taken[-1] == engine.title()
     assert lines(caplog) == [
-        f"trainer.engine='auto' takes {engine}: a step of Net is enough work for a core, {workers} at a time."
+        f"trainer.engine='auto' trains with {engine}: a step of Net is enough work for a core, {workers} at a time."
     ]
     assert same_end(*runs)
 
@@ -87,7 +87,8 @@ def test_rounds_of_too_unequal_clients_are_not_vectorised(taken, caplog):
     unequal, cpu = {"val_fraction": 0.0, "test_fraction": 0.0}, {"workers": 1, "accelerator": "cpu"}
     runs = [fit(make_client(), blobs(60, 5, 4, 3, **unequal), engine=e, **cpu) for e in ("sequential", "auto")]
     assert same_end(*runs) and taken == ["Sequential"]
-    assert "takes sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[-1]
+    assert "trains with sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[0]
+    assert len(lines(caplog)) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,18 +125,21 @@ def test_cores_are_counted_where_nobody_says(taken, monkeypatch):
 def test_a_method_that_cannot_be_vectorised_falls_back_with_the_same_result(caplog, workers):
     runs = [fit(make_client(Values), engine=e, workers=workers) for e in (Sequential, Auto)]
     assert same_end(*runs)
-    first, second = lines(caplog)
-    assert "takes vectorised" in first
-    assert f"takes {['sequential', 'processes'][workers - 1]}: Values can't be vectorised (vmap" in second
+    (line,) = lines(caplog)
+    assert f"trains with {['sequential', 'processes'][workers - 1]}: Values can't be vectorised (vmap" in line
 
 
-def test_the_choice_is_said_once_whatever_comes_first(caplog):
-    fit(make_client(), engine="auto", evaluate="both", test_every_round=True, num_sanity_val_steps=-1)
-    assert len(lines(caplog)) == 1
+def test_the_choice_is_said_once_a_use(caplog):
+    settings = {"engine": "auto", "evaluate": "both", "test_every_round": True}
+    fit(make_client(), **settings)
+    assert [line.split(":")[0] for line in lines(caplog)] == ["trainer.engine='auto' trains with vectorised"]
+    caplog.clear()
+    fit(make_client(), **settings, num_sanity_val_steps=-1)
+    assert [line.split()[1] for line in lines(caplog)] == ["evaluates", "trains"]
 
 
 @pytest.mark.parametrize(("batch_size", "engine"), [(10, Vectorised), (1000, Sequential)])
-def test_on_a_device_it_is_vectorised_unless_a_batch_fills_it(monkeypatch, caplog, batch_size, engine):
+def test_on_a_device_it_is_vectorised_unless_a_batch_fills_it(monkeypatch, batch_size, engine):
     monkeypatch.setattr(auto, "FILLING", 1000)
     data = blobs()
     data.setup()
@@ -145,7 +149,7 @@ def test_on_a_device_it_is_vectorised_unless_a_batch_fills_it(monkeypatch, caplo
     job = Job(0, 0, ClientState(), {}, data.client(0), seed=0)
     assert type(one._chosen(job)) is engine
     reason = "a batch of Net fills meta by itself" if engine is Sequential else "many small clients fill meta"
-    assert lines(caplog) == [f"trainer.engine='auto' takes {engine.__name__.lower()}: {reason}."]
+    assert list(one._reasons.values()) == [reason]
 
 
 def test_clients_are_evaluated_as_they_come(monkeypatch):

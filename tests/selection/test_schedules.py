@@ -260,7 +260,7 @@ def test_an_asynchronous_client_over_time_or_lost_makes_room_and_is_absent():
 
 
 def test_a_round_without_any_update_leaves_the_federation_as_it_is():
-    run = fit(make_client(), schedule=Synchronous(timeout=1e-9), max_rounds=2)
+    run = fit(make_client(), schedule=Synchronous(dropout=1 - 1e-9), max_rounds=2)
     assert [row["clients"] for row in run.rows] == [0, 0] and [row["clients_absent"] for row in run.rows] == [4, 4]
     assert not run.federation.clients and run.rows[0]["bytes/down"] > 0 == run.rows[0]["bytes/up"]
 

@@ -338,6 +338,9 @@ def merged(trees: Sequence[Tree], merge: Callable[[list[Tensor]], Tensor]) -> Tr
     """
     if isinstance(trees[0], Tensor):
         return merge(list(trees))
+    # by key: dicts may have their keys in different orders
+    if type(trees[0]) is dict:
+        return {name: merged([tree[name] for tree in trees], merge) for name in trees[0]}
     if type(trees[0]) is tuple:
         return tuple(merged(parts, merge) for parts in zip(*trees, strict=True))
     return like(trees[0], [merge(list(leaves)) for leaves in zip(*map(tensors, trees), strict=True)])

@@ -71,6 +71,8 @@ class Auto(Engine):
         self._alone: Engine | None = None
         """The engine of rounds with too few clients a step for `Vectorised`; None before the first."""
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        self._reasons: dict[Engine, str] = {}
+        self._told: set[tuple[str, Engine]] = set()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train with the chosen engine; if the method can't be vectorised, choose another for the remaining clients."""
@@ -79,7 +81,8 @@ class Auto(Engine):
             return
         done = set()
         try:
-            for outcome in self._for_round(jobs).complete("training", jobs):
+            for outcome in (engine := self._for_round(jobs)).complete("training", jobs):
+                self._tell("trains", engine)
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
@@ -92,7 +95,9 @@ class Auto(Engine):
         jobs = iter(jobs)
         # Jobs stay an iterator: each payload is made when its job is taken, and all at once could fill the memory.
         for first in jobs:
-            yield from self._chosen(first).complete("evaluation", chain([first], jobs))
+            for evaluated in (engine := self._chosen(first)).complete("evaluation", chain([first], jobs)):
+                self._tell("evaluates", engine)
+                yield evaluated
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train with the chosen engine."""
@@ -184,11 +189,24 @@ class Auto(Engine):
         return (self.workers or cores()) if self._has_processes() else 1
 
     def _take(self, engine: type[Engine], reason: str) -> Engine:
-        """Make the engine and log the choice."""
+        """Make the engine."""
         args, kwargs = self._arguments
         self._engine = engine(*args, **kwargs)
-        rank_zero_info(f"trainer.engine='auto' takes {engine.__name__.lower()}: {reason}.")
+        self._reasons[self._engine] = reason
         return self._engine
+
+    def _tell(self, use: str, engine: Engine) -> None:
+        """Log the choice once a use; not before a first result, as a method may turn out not to be vectorisable.
+
+        Args:
+            use: ``trains`` or ``evaluates``.
+            engine: the engine in use.
+        """
+        # the engine of the training is told once for both
+        if (use, engine) in self._told or (use == "evaluates" and any(each == "trains" for each, _ in self._told)):
+            return
+        self._told.add((use, engine))
+        rank_zero_info(f"trainer.engine='auto' {use} with {type(engine).__name__.lower()}: {self._reasons[engine]}.")
 
 
 def clients_a_step(sizes: NDArray[np.int64], work: LocalWork, smallest: int) -> float:

@@ -54,6 +54,7 @@ from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
 from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
+from pfl_lightning.federation.learning import FirstRounds, any_changed
 from pfl_lightning.federation.local_noise import check_shared, noised
 from pfl_lightning.federation.messages import Arrivals, accepted, check_entries, check_payload, summed
 from pfl_lightning.federation.options import FederationOptions
@@ -86,7 +87,7 @@ from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import Asynchronous, RoundStart
-from pfl_lightning.selection.schedule import Plan, Turn
+from pfl_lightning.selection.schedule import Plan, Schedule, Turn
 
 WORTH_ADVICE = 10.0
 """Seconds of evaluation from which a line says how it would take less time."""
@@ -147,6 +148,7 @@ class Federation(LightningModule):
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
+        self._first_rounds = FirstRounds()
         self._welcomed: set[int] = set()
         self._drawn: tuple[int, list[int]] = -1, []
         self.joined: dict[str, Mapping[str, Any]] = {}
@@ -470,7 +472,26 @@ class Federation(LightningModule):
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
         if self.options.schedule is not None:
             self.options.schedule.setup(seed, clients)
+            if self._fitting and not self.data.redivides:
+                self._check_timeout(self.options.schedule)
         self._keep_storable()
+
+    def _check_timeout(self, schedule: Schedule) -> None:
+        """Refuse a timeout before the end of every client's training, with which no update would ever come.
+
+        Args:
+            schedule: the schedule, set up.
+        """
+        if schedule.timeout is None:
+            return
+        sizes, batch = self.sizes(range(self.data.num_clients), "train"), self.data.batch_size
+        took = {client: schedule.took(client, self.options.samples_trained(n, batch)) for client, n in sizes.items()}
+        fastest = min(took, key=took.__getitem__)
+        if took[fastest] > schedule.timeout:
+            raise MisconfigurationException(
+                f"trainer.schedule.timeout={schedule.timeout} ends before the training of every client: the fastest, "
+                f"client {self.data.client_label(fastest)}, takes {took[fastest]:.3g} seconds; take more than that."
+            )
 
     def keep_models(self, stored: Callable[[Any], Any]) -> None:
         """Keep the initial model and the server's state as another storage returns them.
@@ -690,6 +711,8 @@ class Federation(LightningModule):
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken, plan)
         self.round += 1
+        if self._first_rounds.is_over(self.metrics):
+            self._look_at_first_rounds({client: outcome.update for client, outcome in taken.items()})
         if (scheduler := self.lr_schedulers()) is not None:
             # The step changes no weight, as there are no gradients. It only prevents torch's warning about schedules
             # that step before their optimizer.
@@ -713,6 +736,18 @@ class Federation(LightningModule):
     def _shared_now(self) -> StateDict:
         """The entries that clients share, in their types of now: the Trainer's precision may have changed them."""
         return shared_entries(self.client, self.client.state_dict())
+
+    def _look_at_first_rounds(self, updates: Updates) -> None:
+        """Warn if nothing was learned in the first rounds.
+
+        Args:
+            updates: the last round's updates by client id.
+        """
+        now = self.aggregator.global_model()
+        changed = any_changed(
+            self._architectures, self.initial, self._shared, now, updates, self.clients, self.architecture_of
+        )
+        self._first_rounds.warn(self.options.schedule, self.options.min_clients, changed)
 
     def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
         """Return a client's outcome with the update that leaves the client: compressed, or noised."""

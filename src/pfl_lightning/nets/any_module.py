@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.base import Net, check_untrained
 from pfl_lightning.nets.modes import kept_modes
 
 
@@ -72,8 +72,10 @@ def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) ->
         num_outputs: outputs that the task needs for each sample.
 
     Raises:
-        MisconfigurationException: if it can't be cut, or has another number of outputs.
+        MisconfigurationException: if it can't be cut, has another number of outputs, or is a LightningModule with its
+            own training.
     """
+    check_untrained(module)
     if isinstance(module, Net):
         return module
     if all(isinstance(getattr(module, part, None), nn.Module) for part in ("features", "classifier")):

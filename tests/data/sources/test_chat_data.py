@@ -176,6 +176,40 @@ def test_files_of_all_layouts_hold_the_same_conversations(tokenizer, tmp_path):
     assert pool.y[3].tolist() == [-100] * 6 + numbers("bad </s>")
 
 
+def folder_of(path, files):
+    path.mkdir()
+    for name, rows in files.items():
+        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_folder_has_a_file_for_each_client(tokenizer, tmp_path):
+    files = {"Bonn.jsonl": ROWS[::2], "St. Ulm.jsonl": ROWS[1:2], ".hidden.jsonl": ROWS, "notes.txt": []}
+    _, pool = loaded(str(folder_of(tmp_path / "named", files)), tokenizer)
+    assert list(pool.client) == ["Bonn", "Bonn", "St. Ulm"] and pool.split is None
+    expected = loaded([ROWS[0], ROWS[2], ROWS[1]], tokenizer)[1]
+    assert torch.equal(pool.x, expected.x) and torch.equal(pool.y, expected.y)
+    numbered = folder_of(tmp_path / "numbered", {f"{k}.jsonl": ROWS[:1] for k in (10, 2)})
+    assert sorted(loaded(numbered, tokenizer)[1].client) == [2, 10]
+    # two clients, which are one as numbers
+    same = folder_of(tmp_path / "same", {f"{k}.jsonl": ROWS[:1] for k in ("1", "01")})
+    assert sorted(loaded(same, tokenizer)[1].client) == ["01", "1"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"train.jsonl": ROWS, "test.jsonl": ROWS}, ["test.jsonl", "split_column"]),
+        ({"Bonn.jsonl": ROWS, "Ulm.jsonl": []}, ["Ulm.jsonl", "no rows"]),
+        ({"notes.txt": []}, ["CLIENT.jsonl", "local_training_CLIENT.json"]),
+    ],
+)
+def test_a_folder_of_other_files_is_refused(tokenizer, tmp_path, files, words):
+    with pytest.raises(MisconfigurationException) as refused:
+        loaded(folder_of(tmp_path / "some", files), tokenizer)
+    assert all(word in str(refused.value) for word in [*words, "some"])
+
+
 @pytest.mark.parametrize("kind", ["parquet", "folder", "dataset"])
 def test_tables_of_conversations(tokenizer, tmp_path, kind):
     datasets = pytest.importorskip("datasets", reason="needs the extra hf")

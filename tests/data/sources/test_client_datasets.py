@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from federations import CLASSES, FEATURES, equal, fit, make_client, near, plain, points, same_end, untimed
 from pfl_lightning.data import ClientDatasets, Natural, TensorData
+from pfl_lightning.data.sources import client_datasets
 from pfl_lightning.methods import Ditto, FedAvg, FedPer, PACClient
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import Classification, Regression
@@ -135,13 +136,9 @@ def test_what_is_listed_is_not_read():
     assert torch.equal(data.part(0, "train").y, data._reader.datasets[2].y)
 
 
-def test_large_items_stay_where_they_are():
-    class Large(Listed):
-        def __getitem__(self, index):
-            x, y = super().__getitem__(index)
-            return x.repeat(2**17), y
-
-    data = ClientDatasets([Large(100)], TASK)
+def test_large_items_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(client_datasets, "SMALL", 99 * 4 * FEATURES)
+    data = ClientDatasets([Listed(100)], TASK)
     data.setup()
     assert not data.resident and len(set(data._reader.datasets[0].read)) < 50
 
@@ -256,6 +253,173 @@ def test_items_of_several_shapes_are_refused():
 
     with pytest.raises(MisconfigurationException, match="make no batch"):
         ClientDatasets({"Ulm": Odd(9)}, TASK).setup()
+
+
+class Given(Dataset):
+    """Given items, with another length or a transform of inputs."""
+
+    def __init__(self, items, length=None, transform=None):
+        self.items, self.length, self.transform = items, len(items) if length is None else length, transform
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+    def __getitem__(self, index):
+        x, y = self.items[index]
+        return (x if self.transform is None else self.transform(x)), y
+
+
+def items(count=20, seed=0, kind=lambda x: x, label=int):
+    x, y = points(count, seed)
+    return [(kind(row), label(target)) for row, target in zip(x, y, strict=True)]
+
+
+def as_bytes(x):
+    return (x.abs() * 60 + 100).to(torch.uint8)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("kinds", [(as_bytes, torch.Tensor), (lambda x: x.double().numpy(), as_bytes)])
+def test_bytes_at_one_client_and_floats_at_another_are_refused(kinds, resident):
+    sets = {name: Given(items(kind=kind)) for name, kind in zip(("Ulm", "Jena"), kinds, strict=True)}
+    with pytest.raises(MisconfigurationException) as refused:
+        ClientDatasets(sets, TASK, resident=resident).setup()
+    assert all(word in str(refused.value) for word in ("uint8", "float", "'Ulm'", "'Jena'"))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(("first", "later"), [(as_bytes, torch.Tensor), (torch.Tensor, as_bytes)])
+def test_bytes_beside_floats_in_one_set_are_refused(first, later, resident):
+    held = items(1, kind=first) + items(9, 1, kind=first) + items(10, 2, kind=later)
+    with pytest.raises(MisconfigurationException) as refused:
+        ClientDatasets({"Ulm": Given(items(kind=first)), "Jena": Given(held)}, TASK, resident=resident).setup()
+    assert all(word in str(refused.value) for word in ("uint8", "float32", "item 10 of train of client 'Jena'"))
+
+
+def same_either_way(sets, task=TASK):
+    memory, batches = (ClientDatasets(sets, task, resident=resident, val_fraction=0.0) for resident in (True, False))
+    memory.setup()
+    batches.setup()
+    for client in range(2):
+        one, other = memory.part(client, "train"), batches.part(client, "train")
+        streamed = list(other.chunks(4))
+        assert torch.equal(one.y, other.y) and one.y.dtype == other.y.dtype
+        assert torch.equal(one.y, torch.cat([y for _, y in streamed]))
+        assert all(y.dtype == one.y.dtype for _, y in streamed)
+        for key, part in one.x.items() if isinstance(one.x, dict) else [(None, one.x)]:
+            found = [x if key is None else x[key] for x, _ in streamed]
+            assert torch.equal(part, torch.cat(found)) and all(x.dtype == part.dtype for x in found)
+    return memory
+
+
+def test_other_types_become_one():
+    halves = {"Ulm": Given(items(kind=lambda x: x.round().int())), "Jena": Given(items(seed=1, kind=torch.Tensor.half))}
+    assert same_either_way(halves).part(0, "train").x.dtype == torch.float16
+    doubles = {"Ulm": Given(items(kind=lambda x: x.double().numpy())), "Jena": Given(items(seed=1))}
+    assert same_either_way(doubles).part(0, "train").x.dtype == torch.float32
+
+
+def test_labels_may_be_tensors_at_one_client_and_integers_at_another():
+    labels = [int, lambda y: y, np.int64, lambda y: y.to(torch.uint8)]
+    same_either_way({str(k): Given(items(9, k, label=label)) for k, label in enumerate(labels)})
+    quantities = {"Ulm": Given(items(9, label=int)), "Jena": Given(items(9, 1, label=lambda y: float(y) / 3))}
+    assert same_either_way(quantities, Regression()).part(1, "train").y.dtype == torch.float32
+
+
+def test_parts_of_inputs_are_joined_by_name():
+    one = Given(items(), transform=lambda x: {"a": x, "b": -x})
+    other = Given(items(seed=1), transform=lambda x: {"b": -x, "a": x})
+    for client in range(2):
+        x = same_either_way({"Ulm": one, "Jena": other}).part(client, "train").x
+        assert torch.equal(x["a"], -x["b"])
+        assert x["a"].sum() == pytest.approx(sum(float(row.sum()) for row in x["a"]), abs=1e-3)
+    with pytest.raises(MisconfigurationException, match=r"inputs\['c'\].*'Jena'|'Jena'.*inputs\['c'\]"):
+        ClientDatasets({"Ulm": one, "Jena": Given(items(), transform=lambda x: {"a": x, "c": x})}, TASK)
+
+
+class Broken(dict):
+    """A folder of files that fails for a key."""
+
+    def __missing__(self, key):
+        raise OSError(f"no file\nof {key}")
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Given(items(), length=23), ["item 20 of train of client 'Ulm'", "IndexError", "23"]),
+        (Given(Broken(dict(enumerate(items(7)))), length=12), ["item 7 of train of client 'Ulm'", "no file of 7"]),
+        (Given(items(), length=NotImplementedError("later")), ["train of client 'Ulm'", "NotImplementedError: later"]),
+        (Given(items(), length=-1), ["train of client 'Ulm'", "ValueError"]),
+        ((np.ones((4, FEATURES)), np.zeros(4)), ["train of client 'Ulm'", '{"x": ..., "y": ...}']),
+        (np.ones((4, FEATURES)), ["train of client 'Ulm'", '{"x": ..., "y": ...}']),
+        ({"x": np.ones((4, FEATURES)), "y": np.zeros(5)}, ["train of client 'Ulm'", "4 rows", "5 rows"]),
+        ({"x": np.ones((4, FEATURES)), "y": 5}, ["train of client 'Ulm'", "4 rows", "single number"]),
+        (Given(items(label=lambda y: y.view(1))), ["'Ulm'", "'Jena'", "[1]", "[]"]),
+    ],
+)
+def test_what_fails_is_told_with_the_client(given, words, resident):
+    with pytest.raises(MisconfigurationException) as refused:
+        ClientDatasets({"Jena": Given(items()), "Ulm": given}, TASK, resident=resident).setup()
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+
+
+def test_shapes_of_inputs_may_differ_by_client_where_they_are_not_stacked():
+    sets = {"Jena": Given(items()), "Ulm": Given(items(kind=lambda x: x[:2]))}
+    ClientDatasets(sets, TASK, resident=False).setup()
+    with pytest.raises(MisconfigurationException) as refused:
+        ClientDatasets(sets, TASK, resident=True).setup()
+    assert all(word in str(refused.value) for word in ("'Ulm'", "'Jena'", "[2]", f"[{FEATURES}]", "resident=false"))
+
+
+def test_a_function_that_fails_is_told_with_the_client():
+    with pytest.raises(MisconfigurationException, match=r"'Jena'.*KeyError: 'Jena'"):
+        ClientDatasets(["Ulm", "Jena"], TASK, read=lambda name: {"Ulm": Noted(9)}[name])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_inputs_that_are_no_numbers_are_named_where_they_are_read(workers):
+    class Gap(Listed):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x.index_fill(0, torch.tensor(1), torch.nan) if index == 8 else x), y
+
+    # of 99 items, the eighth isn't looked at before
+    for sets, split in ((((Gap(99), Listed(9))), "train"), ((Listed(9), Gap(99)), "test")):
+        with pytest.raises(MisconfigurationException) as refused:
+            data = ClientDatasets({"Ulm": sets}, TASK, resident=False, val_fraction=0.0, num_workers=workers)
+            fit(make_client(net=plain), data, max_rounds=1)
+        assert all(word in str(refused.value) for word in ("nan", f"item 8 of {split} of client 'Ulm'", "[1]"))
+        assert "Traceback" not in str(refused.value)
+
+
+class Rare(Noted):
+    """Items that are turned round in a share of all readings."""
+
+    def __init__(self, count, seed, share, start):
+        super().__init__(count, seed)
+        self.share, self.start = share, start
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        # the numbers of one generator, shifted: other draws for each start
+        return (x.flip(0) if (float(torch.rand(1)) + self.start) % 1 < self.share else x), y
+
+
+@pytest.mark.parametrize(("clients", "count"), [(1, 40), (3, 9), (20, 5)])
+def test_rare_randomness_is_found(clients, count):
+    missed = 0
+    for start in np.linspace(0, 1, 4, endpoint=False):
+        for share in (0.05, 0.02):
+            sets = [(Rare(count, k, share, start), Noted(4, k)) for k in range(clients)]
+            missed += not ClientDatasets(sets, TASK)._reader.is_random
+    # 0.02 are expected
+    assert not missed
+    with pytest.raises(MisconfigurationException, match=r"test of client .* gives other items"):
+        ClientDatasets([(Noted(9), Rare(count, k, 0.1, 0.0)) for k in range(clients)], TASK)
 
 
 def test_random_sets_are_refused_by_the_vectorised_engine():

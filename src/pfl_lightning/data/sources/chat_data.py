@@ -55,6 +55,10 @@ PLAIN = (
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 """A chat template without tokens of its own, for tokenizers of models that were trained on plain texts."""
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files in the folder of a saved ``datasets.Dataset``, one of them at least."""
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+"""Names of files that tell splits, which aren't taken for clients."""
 AT_ONCE = 1000
 """Conversations that are tokenized in one call."""
 
@@ -78,7 +82,8 @@ class ChatData(OwnedData):
       with the client in a column;
     * ``.json`` of ``{client: [row, ...]}``, as in FedLLM-Bench;
     * a folder with ``local_training_CLIENT.json``, and perhaps ``local_testing_CLIENT.jsonl`` for the test samples, as
-      in FedDPA and FedALT.
+      in FedDPA and FedALT;
+    * else a folder with a ``CLIENT.jsonl`` for each client, such as ``Bremen.jsonl``, whose name is the client's.
 
     A row has a list of messages, ``{"role", "content"}`` or ``{"from", "value"}``, or a prompt and a response.
 
@@ -436,8 +441,16 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
                     held_out = rows_in_json(test) if test.exists() else []
                     splits += ["train"] * len(found[name]) + ["test"] * len(held_out)
                     found[name] = [*found[name], *held_out]
+        elif path.is_dir() and (parts := sorted(path.glob("[!.]*.jsonl"))):
+            found = {part.stem: rows_in_json(part) for part in parts}
+            check_clients(path, found)
         elif path.suffix in (".json", ".jsonl"):
             found = rows_in_json(path)
+        elif path.is_dir() and not any((path / name).is_file() for name in SAVED):
+            raise MisconfigurationException(
+                f"data.path={str(path)!r} is a folder without conversations; give one with a CLIENT.jsonl for each "
+                "client, or with local_training_CLIENT.json, or of a saved datasets.Dataset, or a file"
+            )
         else:
             found = local_dataset(str(path), "data.path", "ChatData")
     clients: list[Any] | None = None
@@ -450,7 +463,7 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
                 "rows; give one, or a list of rows"
             )
         # numbers in their order, in which client 2 comes before client 10
-        is_numbered = all(str(name).isdecimal() for name in found)
+        is_numbered = all(str(name).isdecimal() and str(int(name)) == str(name) for name in found)
         clients = [int(name) if is_numbered else str(name) for name, held in found.items() for _ in held]
         found = [row for held in found.values() for row in held]
     rows = list(found)
@@ -460,6 +473,28 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
                 f"data.path: row {place} (counted from 0) is a {type(row).__name__}; give rows with named columns"
             )
     return rows, clients, splits
+
+
+def check_clients(path: Path, found: Mapping[str, Sequence[Any]]) -> None:
+    """Check the files of a folder with one for each client.
+
+    Args:
+        path: the folder.
+        found: the rows of each file, by its name without the ending.
+
+    Raises:
+        MisconfigurationException: if files are named like splits and not like clients, or one has no rows.
+    """
+    if named := sorted(SPLITS & {name.lower() for name in found}):
+        raise MisconfigurationException(
+            f"data.path={str(path)!r} has {named[0]}.jsonl, and each file of such a folder is a client's; name files "
+            "by clients and splits by a column, as in data.split_column=split, or rename it"
+        )
+    if empty := next((name for name, rows in found.items() if not rows), None):
+        raise MisconfigurationException(
+            f"data.path={str(path)!r}: {empty}.jsonl has no rows; give client {empty!r} at least one, or remove "
+            "the file"
+        )
 
 
 def rows_in_json(path: Path) -> Any:
