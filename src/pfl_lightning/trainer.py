@@ -7,9 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
-from zipfile import is_zipfile
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
@@ -36,6 +34,7 @@ from pfl_lightning.callbacks import (
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.engines.errors import cut_to_hook, tell_names
@@ -497,7 +496,7 @@ class FederatedTrainer(Trainer):
         source: FederatedDataModule | None,
     ) -> dict[int | str, Predictions]:
         """Predict with the clients of a checkpoint, without a federation; with ``source``, those at a site."""
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = read_checkpoint(path)
         if source is not None:
             source.prepare_data()
             source.setup()
@@ -954,10 +953,7 @@ def present_checkpoint(trainer: FederatedTrainer, ckpt_path: str | Path | None) 
 
 def is_of_site(path: str | Path) -> bool:
     """Return whether a checkpoint is of one client at its site, and not of a federation."""
-    if not is_zipfile(path):
-        return False
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return "own" in saved.get("federation", {})
+    return Path(path).is_file() and "own" in read_checkpoint(path)["federation"]
 
 
 def adopt_fitted(data: FederatedDataModule, federation: Federation, path: str | None) -> None:
@@ -981,8 +977,7 @@ def fitted_in(path: str, data: FederatedDataModule) -> dict[str, Any]:
         data: the data module of the class whose entry is read.
     """
     try:
-        # Memory-mapped: the weights stay on disk.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = read_checkpoint(path)
         names = checkpoint["federation"].get("names", [])
         return {**checkpoint.get(type(data).__qualname__, {}), "names": names}
     # Lightning reads the file again, and explains what is wrong with it.

@@ -18,6 +18,7 @@ from torch import Tensor
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.data.preprocessing import (
     CHUNK,
     UNBOUNDED,
@@ -1050,16 +1051,10 @@ def fitted_of(path: Path, name: str) -> dict[str, Any]:
     Raises:
         MisconfigurationException: if the file is no checkpoint of a run with such data.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name]
-        if "table" not in state:
-            raise KeyError(name)
-    # torch raises many types for files that are no checkpoints
-    except Exception as error:
-        raise MisconfigurationException(
-            f"data.fitted={str(path)!r} is no checkpoint of a run with a {name} ({type(error).__name__}); give one, "
-            "such as last.ckpt"
-        ) from None
+    owner = f"data.fitted={str(path)!r}"
+    state = read_checkpoint(path, owner, instead="give one, such as last.ckpt").get(name, {})
+    if "table" not in state:
+        raise MisconfigurationException(f"{owner} is no checkpoint of a run with a {name}; give one, such as last.ckpt")
     return cast(dict[str, Any], state)
 
 
