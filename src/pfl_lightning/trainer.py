@@ -237,6 +237,8 @@ class FederatedTrainer(Trainer):
         # fast_dev_run sets 1 (one batch) where all else has 1.0 (all batches); the two mean the same here, and a
         # resumed run compares them.
         self.limit_val_batches = float(self.limit_val_batches)
+        # a prediction has a batch a client, of which one would stand for all
+        self.limit_predict_batches = 1.0
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
@@ -713,6 +715,12 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
                 f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
                 + (", or give 0 for no validation." if name == "limit_val_batches" else ".")
             )
+    value = arguments.get("limit_predict_batches")
+    if value is not None and not (isinstance(value, float) and value == 1):
+        raise MisconfigurationException(
+            f"trainer.limit_predict_batches={value} would leave clients out without a word: each is a batch; leave it "
+            "out, and name clients by predict(clients=...)."
+        )
     # True is equal to 1, one round.
     if (dev := arguments.get("fast_dev_run")) not in (None, False, True):
         raise MisconfigurationException(

@@ -230,7 +230,7 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
         texts: columns of texts in the training table, in which cells such as 01 stay texts.
 
     Raises:
-        MisconfigurationException: if the rows are no table, or a column is missing.
+        MisconfigurationException: if the rows are no table, a column is missing, or there is no row.
     """
     path = Path(rows) if isinstance(rows, str | os.PathLike) else rows
     owner = str(path) if isinstance(path, Path) else "the rows"
@@ -247,7 +247,9 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
     there = column_names(path, known)
     for column in columns:
         check_column("inputs", column, there)
-    return read_table(path, columns, known, texts), owner
+    if not len(table := read_table(path, columns, known, texts)):
+        raise MisconfigurationException(f"data: {owner} has no row to predict for; give at least one")
+    return table, owner
 
 
 def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:

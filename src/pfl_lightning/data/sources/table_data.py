@@ -282,7 +282,8 @@ class TableData(OwnedData):
             self.standardize, self._features, self._vocabularies = self._asked
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
-        table = read_table(self._path, wanted, self._csv)
+        # a column that had texts in training has them here too, so that 01 doesn't become 1
+        table = read_table(self._path, wanted, self._csv, self._text_columns if self.adopted else ())
         if self.drop_missing_target:
             table = table[table[self._targets].notna().all(axis=1)]
             if table.empty:
