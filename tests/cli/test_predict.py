@@ -1,6 +1,7 @@
 """``pfl-lightning predict``."""
 
 import csv
+import pickle
 import shutil
 from pathlib import Path
 
@@ -151,3 +152,75 @@ def test_mistakes_are_told_in_one_sentence(line, words, here, capsys):
     shutil.copytree(RUN / "checkpoints", "lonely/checkpoints")
     assert words in refusal(f"predict {line}", capsys)
     assert not Path("predictions.csv").exists()
+
+
+class Stranger:
+    """An object whose code would run when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def write_damaged() -> None:
+    """Write files of every kind that can't be read."""
+    np.save("objects.npy", np.array([Stranger(), None]), allow_pickle=True)
+    np.save("whole.npy", np.zeros((50, 1)))
+    whole = Path("whole.npy").read_bytes()
+    Path("short.npy").write_bytes(whole[:200])
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({10 * 2**40 // 8}, 1), }}"
+    for name, text in (("huge", header), ("header", header + " " * 60_000)):
+        text = text.ljust(-(len(text) + 11) % 64 + len(text)) + "\n"
+        start = b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little")
+        Path(f"{name}.npy").write_bytes(start + text.encode() + bytes(64))
+    garbage = bytes(range(256)) * 20
+    for name in ("garbage.npy", "garbage.pt", "garbage.ckpt", "garbage.csv", "garbage.parquet", "garbage.yaml"):
+        Path(name).write_bytes(garbage)
+    for name in ("empty.npy", "empty.pt", "empty.ckpt", "empty.csv"):
+        Path(name).touch()
+    for name in ("pickle.pt", "pickle.ckpt"):
+        Path(name).write_bytes(pickle.dumps(Stranger()))
+        torch.save({"state_dict": Stranger()}, f"torch_{name}")
+    torch.save({"state_dict": {}}, "other.ckpt")
+    torch.save([1], "list.ckpt")
+    best = (RUN / "checkpoints/best.ckpt").read_bytes()
+    Path("cut.ckpt").write_bytes(best[:3000])
+    weights = torch.load(RUN / "checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    place = best.index(max(weights.values(), key=len).numpy().tobytes())
+    Path("flipped.ckpt").write_bytes(best[:place] + bytes([best[place] ^ 1]) + best[place + 1 :])
+    Path("broken.yaml").write_text("data: [TableData")
+    Path("twice.yaml").write_text("data: A\ndata: B\n")
+    Path("list.yaml").write_text("[1, 2]")
+    Path("number.yaml").write_text("data: 3\nmodel: 4\n")
+    Path("norows.csv").write_text("site,age,flu\n")
+    Path("latin.txt").write_bytes("Grüße".encode("latin-1"))
+    Path("file").touch()
+    Path("folder.csv").mkdir()
+
+
+DAMAGED = {
+    "--data": "objects.npy short.npy huge.npy header.npy garbage.npy garbage.pt pickle.pt torch_pickle.pt empty.npy "
+    "empty.pt garbage.csv garbage.parquet empty.csv norows.csv folder.csv latin.txt",
+    "--data rows.csv --ckpt_path": "garbage.ckpt pickle.ckpt torch_pickle.ckpt empty.ckpt other.ckpt list.ckpt "
+    "cut.ckpt flipped.ckpt",
+    "--data rows.csv --config": "garbage.yaml broken.yaml twice.yaml list.yaml folder.csv",
+    "--data rows.csv --out": "folder.csv /proc/a.csv /proc/a/b.csv file/a.csv",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "file"), [(option, file) for option, files in DAMAGED.items() for file in files.split()]
+)
+def test_damaged_files_of_all_kinds_are_named_in_one_sentence(option, file, here, capsys):
+    write_damaged()
+    beside = f"--config {RUN}/config.yaml" if "--ckpt_path" in option else ""
+    said = refusal(f"predict --client Ulm {beside} {option} {file}", capsys)
+    assert file in said and "weights_only" not in said and "allow_pickle" not in said
+    assert not Path("ran").exists() and not Path("predictions.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--client_column site --data norows.csv", "--client Ulm --data rows.csv --config number.yaml"]
+)
+def test_files_without_rows_or_settings_are_refused(option, here, capsys):
+    write_damaged()
+    assert option.split()[-1].removeprefix("number.yaml") in refusal(f"predict {option}", capsys)

@@ -76,10 +76,7 @@ def main(args: list[str]) -> int:
     path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
     file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():
-        raise UsageError(
-            f"predict: {file} is no file; give the configuration of the checkpoint's run by --config, or predict from "
-            "Python by trainer.predict, where the run was configured there."
-        )
+        raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options)}.")
     check_place(options.out, f"predict: --out {options.out}")
     config = read_settings(file, f"predict: --config {file}")
     if options.data is not None and options.data.suffix == ".txt":
@@ -167,6 +164,16 @@ def checkpoint_of(given: str, runs: Path) -> Path:
     if not path.is_file():
         raise UsageError(f"predict: --ckpt_path {given} is no file; give best, last, a run's folder or a checkpoint.")
     return path
+
+
+def configuration_elsewhere(options: Any) -> str:
+    """Return advice where a checkpoint has no configuration beside it, as after a run from Python."""
+    other = newest(options.runs, options.ckpt_path) if options.ckpt_path in ("best", "last") else None
+    instead = f", or predict with the newest run of the command line by --ckpt_path {other.parents[1]}" if other else ""
+    return (
+        "a run from Python writes none: predict there by trainer.predict(..., ckpt_path=...), or give the "
+        f"configuration of the checkpoint's run by --config{instead}"
+    )
 
 
 def given_column(config: Mapping[str, Any], options: Any) -> str | None:

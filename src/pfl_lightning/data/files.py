@@ -20,7 +20,7 @@ ARRAYS = (".npy", ".pt", ".pth")
 """Endings of files with arrays and tensors."""
 ENTRIES = ("state_dict", "federation", "pytorch-lightning_version")
 """Entries of every checkpoint of a federation."""
-PLAIN = ("state_dict",)
+PLAIN = ("state_dict", "pytorch-lightning_version")
 """Entries of every checkpoint of Lightning."""
 
 
