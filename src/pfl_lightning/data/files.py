@@ -73,7 +73,7 @@ def read_checkpoint(
         check_whole(path)
         content = torch.load(path, map_location, weights_only=True, mmap=mapped and is_zipfile(path))
     except FileNotFoundError as error:
-        raise MisconfigurationException(f"{owner}: there is no such file.") from error
+        raise MisconfigurationException(f"{owner}: there is no such file{instead and f'; {instead}'}.") from error
     except Exception as error:  # torch raises one of many kinds for a damaged file
         # no cause: torch's own text advises to load without its safeguard
         raise MisconfigurationException(
