@@ -2,6 +2,7 @@
 
 import csv
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from command import QUIET, pfl, refusal
-from pfl_lightning.methods import FedPer
+from command import ACCELERATOR, QUIET, pfl, refusal
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.cli.predict import write
+from pfl_lightning.data import TableData
+from pfl_lightning.federation.prediction import Predictions
+from pfl_lightning.methods import FedAvg, FedPer
+from pfl_lightning.nets import MLP
+from pfl_lightning.tasks import Classification
 
 pd = pytest.importorskip("pandas", reason="needs the extra tables")
 
@@ -152,6 +159,36 @@ def test_mistakes_are_told_in_one_sentence(line, words, here, capsys):
     shutil.copytree(RUN / "checkpoints", "lonely/checkpoints")
     assert words in refusal(f"predict {line}", capsys)
     assert not Path("predictions.csv").exists()
+
+
+def test_rows_in_another_unit_are_told_in_a_line(here, capfd):
+    table = pd.read_csv("rows.csv")
+    table.assign(age=table["age"] * 12).to_csv("months.csv", index=False)
+    with pytest.warns(UserWarning, match=r"months\.csv.*'age' is .* in 90 of 90 rows") as told:
+        predict("--data months.csv --client Ulm Bremen")
+    (said,) = [str(each.message) for each in told if "far outside" in str(each.message)]
+    trained = re.search(r"\(in training (\S+) to (\S+)\)", said)
+    assert table["age"].min() <= float(trained[1]) < float(trained[2]) <= table["age"].max()
+    assert len(said.splitlines()) == 1
+
+
+def test_names_of_classes_and_clients_are_no_formulas(tmp_path):
+    outputs = torch.tensor([[-1.5, 2.0]])
+    found = Predictions(outputs, torch.tensor([0]), outputs.softmax(1), class_names=["=1+1", "@x"])
+    write(tmp_path / "out.csv", {"-cmd": found, 3: Predictions(-outputs[:, 1:], values=-outputs[:, 1:])}, {})
+    first, second = written(tmp_path / "out.csv")
+    assert first["client"] == "'-cmd" and first["prediction"] == "'=1+1" and {"p_=1+1", "p_@x"} < first.keys()
+    assert second["client"] == "3" and second["prediction"] == "-2"
+
+
+def test_the_newest_run_from_python_is_told_with_a_way(here, capsys):
+    data = TableData("rows.csv", "flu", Classification(2), client="site", standardize="table")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": ACCELERATOR}
+    FederatedTrainer(max_rounds=1, **quiet).fit(FedAvg(MLP, (1,), 2), datamodule=data)
+    capsys.readouterr()
+    said = refusal("predict --data rows.csv --client Ulm", capsys)
+    assert "FedAvg-TableData" in said and "trainer.predict" in said and f"--ckpt_path {RUN}" in said
+    predict(f"--data rows.csv --client Ulm --ckpt_path {RUN}")
 
 
 class Stranger:

@@ -180,7 +180,7 @@ def test_bytes_are_refused_where_the_net_has_learned_from_floats():
     images = torch.rand(40, 1, 4, 4)
     data = TensorData(images, torch.arange(40) % 2, Blobs().task, client=torch.arange(40) % 2)
     data.setup()
-    with pytest.raises(MisconfigurationException, match="uint8, and .*float32"):
+    with pytest.raises(MisconfigurationException, match=r"uint8, and .*float32"):
         data.inputs((images * 255).byte(), 0)
     # other integers are numbers in the units of training, and so are truth values
     assert data.inputs(torch.ones(2, 1, 4, 4).int(), 0).dtype == data.inputs(images > 0.5, 0).dtype == torch.float32

@@ -15,6 +15,7 @@ from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, Sta
 
 from command import QUIET, pfl, summary
 from federations import fit, make_trainer
+from pfl_lightning.cli.predict import read_rows
 from pfl_lightning.data import Column, Preprocessing, TableData
 from pfl_lightning.data.preprocessing import fitted_numbers
 from pfl_lightning.flower.site import Site
@@ -26,6 +27,8 @@ pandas = pytest.importorskip("pandas", reason="needs the extra tables")
 
 SITES = ["Bremen", "Erfurt", "Ulm"]
 COUNT = 60
+MINIMAL = {"state_dict": {}, "federation": {}, "pytorch-lightning_version": "2.6.0"}
+"""Entries of every checkpoint."""
 
 
 def frame():
@@ -428,6 +431,24 @@ def test_a_late_client_joins_with_the_checkpoint_s_values(tmp_path):
         joined = make_trainer().join(client, late, ckpt_path=path)
     assert late.client_names == ["Bremen", "Erfurt", "Ulm"] and joined["new/acc"] >= 0
     assert torch.equal(late.inputs(table[:5], "Ulm"), ready(table, **settings).inputs(table[:5], "Ulm"))
+
+
+def test_codes_that_were_texts_in_training_stay_texts_at_every_door(tmp_path):
+    table = pandas.DataFrame({"code": ["01", "A1", "B1"] * 20, "ill": [0, 1] * 30, "site": SITES * 20})
+    first = TableData(table, "ill", Classification(2), client="site", preprocessing="auto")
+    first.setup()
+    torch.save(MINIMAL | {"TableData": first.state_dict()}, tmp_path / "last.ckpt")
+    # by themselves they would be read as the number 1
+    late = pandas.DataFrame({"code": ["01"] * 40, "ill": [0, 1] * 20, "site": "Jena"})
+    late.to_csv(tmp_path / "late.csv", index=False)
+    settings = {"client": "site", "preprocessing": "auto", "fitted": tmp_path / "last.ckpt"}
+    joins = TableData(tmp_path / "late.csv", "ill", Classification(2), **settings)
+    joins.setup()
+    rows = torch.cat([joins.part(0, split).x for split in ("train", "val", "test")])
+    assert torch.equal(rows.sum(0), torch.tensor([40.0, 0.0, 0.0]))
+    assert torch.equal(first.inputs(tmp_path / "late.csv", "new")[:1], torch.eye(3)[:1])
+    sites = read_rows(tmp_path / "late.csv", "site", {}, tmp_path / "last.ckpt").of_clients
+    assert torch.equal(first.inputs(sites["Jena"], "new")[:1], torch.eye(3)[:1])
 
 
 def test_fitted_values_of_other_settings_are_refused(tmp_path):
