@@ -1,9 +1,11 @@
 """``pfl-lightning predict``."""
 
 import csv
+import os
 import pickle
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +255,15 @@ def test_damaged_files_of_all_kinds_are_named_in_one_sentence(option, file, here
     said = refusal(f"predict --client Ulm {beside} {option} {file}", capsys)
     assert file in said and "weights_only" not in said and "allow_pickle" not in said
     assert not Path("ran").exists() and not Path("predictions.csv").exists()
+
+
+def test_a_pipe_is_written_to(here):
+    os.mkfifo("pipe")
+    with ThreadPoolExecutor() as others:
+        text = others.submit(Path("pipe").read_text)
+        predict("--data rows.csv --client Ulm --out pipe")
+        assert text.result(timeout=60).startswith("row,client,prediction,p_no,p_yes")
+    assert Path("pipe").is_fifo()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.runs.report import append_row, installed, summary_table, write_rows
-from pfl_lightning.runs.whole_files import check_place, replacing
+from pfl_lightning.runs.whole_files import replacing
 
 SUMMARY = {
     "method": "FedAvg",
@@ -98,7 +97,7 @@ def test_a_package_that_is_on_the_path_alone_has_no_version():
 
 
 FORMULAS = ["=1+1", "+49 421", "-2+3", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("x")', "-"]
-PLAIN = ["Ulm", "-0.5", "+1e-3", "-inf", "1-2", "'=1", "", -3, -0.5, None, True]
+PLAIN = ["Ulm", "+2.5 [-1, +3.25]", "-0.5", "+1e-3", "-inf", "1-2", "'=1", "", -3, -0.5, None, True]
 
 
 def test_texts_that_a_spreadsheet_would_compute_have_an_apostrophe(tmp_path):
@@ -125,13 +124,3 @@ def test_a_file_is_replaced_behind_a_link_and_a_pipe_is_written_to(tmp_path):
         path.write_text("half")
         raise RuntimeError
     assert (tmp_path / "real.csv").read_text() == "a\n1\n" and len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("file", [".", "/proc/a.csv", "/proc/none/a.csv", "file/a.csv"])
-def test_a_place_for_no_file_is_refused_before_the_work(file, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(MisconfigurationException, match="out=here"):
-        check_place(tmp_path / file, "out=here")
-    check_place(tmp_path / "new/folder/a.csv", "out=here")
-    check_place(Path("/dev/null"), "out=here")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -1,9 +1,11 @@
 """The command ``pfl-lightning predict``: predict for new rows with the clients' models of a finished run."""
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,7 +23,6 @@ from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
 from pfl_lightning.runs.checkpoint_io import federation_in, models_in
 from pfl_lightning.runs.report import write_rows
-from pfl_lightning.runs.whole_files import check_place
 from pfl_lightning.trainer import FederatedTrainer, is_of_site
 
 DESCRIPTION = """\
@@ -77,7 +78,7 @@ def main(args: list[str]) -> int:
     file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():
         raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options)}.")
-    check_place(options.out, f"predict: --out {options.out}")
+    check_place(options.out)
     config = read_settings(file, f"predict: --config {file}")
     if options.data is not None and options.data.suffix == ".txt":
         return answer(options, path, file, config)
@@ -430,6 +431,31 @@ def write(path: Path, found: Mapping[int | str, Predictions], places: Mapping[st
         # in the order of the file, which a client's rows may be scattered over
         lines.sort(key=lambda line: line[0])
     save_rows(path, [cells for _, cells in lines])
+
+
+def check_place(path: Path) -> None:
+    """Check that predictions can be written, before the work.
+
+    Args:
+        path: the file, which may exist; missing folders are made only when it is written.
+
+    Raises:
+        UsageError: if the path is a folder, or lies where no file can be made.
+    """
+    if path.is_dir():
+        raise UsageError(f"predict: --out {path} is a folder; give a file, such as {path / 'predictions.csv'}.")
+    # a device or a pipe is written to as it is
+    if path.exists() and not path.is_file():
+        return
+    folder = next(each for each in path.absolute().parents if os.path.lexists(each))
+    try:
+        # tried, as folders such as those of /proc give all rights and take no file
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"predict: --out {path} can't be written ({folder}: {error.strerror}); give a file in another folder."
+        ) from error
 
 
 def save_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,9 @@ from pfl_lightning.tasks import Monitor
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """Beginnings of texts that spreadsheets take for formulas."""
+
+INTERVAL = re.compile(r"[-+][\d.]+ \[[-+\d., ]+\]")
+"""A figure with its interval in brackets, which spreadsheets leave as it is."""
 
 Row: TypeAlias = dict[str, Any]
 """A row of a table, values by column."""
@@ -82,7 +86,9 @@ def harmless(cell: Any) -> Any:
     Args:
         cell: a text, which may come from a table's cells, or anything else, which stays.
     """
-    is_formula = isinstance(cell, str) and cell.startswith(FORMULA) and not is_number(cell)
+    is_formula = (
+        isinstance(cell, str) and cell.startswith(FORMULA) and not (is_number(cell) or INTERVAL.fullmatch(cell))
+    )
     return f"'{cell}" if is_formula else cell
 
 
