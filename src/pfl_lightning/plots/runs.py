@@ -39,7 +39,8 @@ def plot_partition(counts: Tensor | FederatedDataModule, names: Sequence[str] = 
         MisconfigurationException: if the counts have another form, or the data module isn't set up.
     """
     if isinstance(counts, FederatedDataModule):
-        counts, names = amounts(counts), names or counts.client_names
+        names = names or counts.client_names
+        counts = amounts(counts)
     if getattr(counts, "ndim", 0) != 2:
         raise MisconfigurationException(
             f"counts is a {type(counts).__name__}; give samples [clients, classes], such as data.counts, or the data "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -75,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         is_own = "://" not in str(path) and weights_only is not False
         if is_own and Path(path).name != HANDED_OVER:
             return read_checkpoint(path, map_location=map_location, mapped=self.mapped)
-        return cast(dict[str, Any], super().load_checkpoint(path, map_location, weights_only is not False))
+        return super().load_checkpoint(path, map_location, weights_only is not False)
 
 
 def save(content: Any, path: Path) -> None:
