@@ -6,6 +6,7 @@ A file is read whole or refused in one sentence, and no reader runs code from it
 
 import errno
 import pickle
+import warnings
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
@@ -39,8 +40,7 @@ def read_array(path: Path, owner: str) -> Any:
     try:
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")
-        # only files of torch's present format can be mapped
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        return saved_by_torch(path, "cpu", mapped=True)
     except Exception as error:  # NumPy and torch raise many types
         raise MisconfigurationException(
             f"{owner} cannot be read ({flaw(path, error)}); give a file with an array or a tensor"
@@ -71,7 +71,7 @@ def read_checkpoint(
     owner = owner or f"ckpt_path={str(path)!r}"
     try:
         check_whole(path)
-        content = torch.load(path, map_location, weights_only=True, mmap=mapped and is_zipfile(path))
+        content = saved_by_torch(path, map_location, mapped)
     except FileNotFoundError as error:
         raise MisconfigurationException(f"{owner}: there is no such file{instead and f'; {instead}'}.") from error
     except Exception as error:  # torch raises one of many kinds for a damaged file
@@ -83,6 +83,15 @@ def read_checkpoint(
         kind = "of a federation" if "federation" in needed else "of Lightning"
         raise MisconfigurationException(f"{owner}: the checkpoint is not {kind}; {instead or another(path)}.")
     return content
+
+
+def saved_by_torch(path: Path | str, map_location: Any, mapped: bool) -> Any:
+    """Return the tensors and plain values of a `torch.save` file; a mapped file's tensors are read on first use."""
+    with warnings.catch_warnings():
+        # torch tells of an unusual pickle before it refuses it
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        # only files of torch's present format can be mapped
+        return torch.load(path, map_location, weights_only=True, mmap=mapped and is_zipfile(path))
 
 
 def check_whole(path: Path | str) -> None:
