@@ -50,6 +50,7 @@ def test_arguments_without_a_meaning_are_refused_with_advice(settings):
     [
         *[("limit_val_batches", value) for value in (1, 2, 0.5)],
         *[("limit_test_batches", value) for value in (0, 1, 2, 0.5)],
+        *[("limit_predict_batches", value) for value in (0, 1, 2, 0.5)],
         ("fast_dev_run", 3),
     ],
 )
@@ -58,7 +59,7 @@ def test_some_clients_are_not_evaluated_for_all(name, value):
         make_trainer(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["limit_val_batches", "limit_test_batches"])
+@pytest.mark.parametrize("name", ["limit_val_batches", "limit_test_batches", "limit_predict_batches"])
 def test_all_clients_may_be_asked_for(name):
     make_trainer(**{name: 1.0})
 
@@ -197,6 +198,7 @@ def test_training_before_the_evaluation_of_a_checkpoint_goes_on_at_its_learning_
 
 def test_fast_dev_run_runs_one_round_and_leaves_nothing(tmp_path):
     run = fit(make_client(), root=tmp_path, fast_dev_run=True)
+    assert len(run.trainer.predict()) == run.federation.data.num_clients
     assert run.federation.round == 1
     assert set(run.federation.evaluations.results["val"]) == {0, 1, 2, 3}
     assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("*.csv"))

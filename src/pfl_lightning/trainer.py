@@ -7,9 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
-from zipfile import is_zipfile
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
@@ -36,6 +34,7 @@ from pfl_lightning.callbacks import (
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.engines.errors import cut_to_hook, tell_names
@@ -238,6 +237,8 @@ class FederatedTrainer(Trainer):
         # fast_dev_run sets 1 (one batch) where all else has 1.0 (all batches); the two mean the same here, and a
         # resumed run compares them.
         self.limit_val_batches = float(self.limit_val_batches)
+        # a prediction has a batch a client, of which one would stand for all
+        self.limit_predict_batches = 1.0
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
@@ -497,7 +498,7 @@ class FederatedTrainer(Trainer):
         source: FederatedDataModule | None,
     ) -> dict[int | str, Predictions]:
         """Predict with the clients of a checkpoint, without a federation; with ``source``, those at a site."""
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = read_checkpoint(path)
         if source is not None:
             source.prepare_data()
             source.setup()
@@ -714,6 +715,12 @@ def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
                 f"trainer.{name}={value} would evaluate some clients for all: they come in one batch; leave it out"
                 + (", or give 0 for no validation." if name == "limit_val_batches" else ".")
             )
+    value = arguments.get("limit_predict_batches")
+    if value is not None and not (isinstance(value, float) and value == 1):
+        raise MisconfigurationException(
+            f"trainer.limit_predict_batches={value} would leave clients out without a word: each is a batch; leave it "
+            "out, and name clients by predict(clients=...)."
+        )
     # True is equal to 1, one round.
     if (dev := arguments.get("fast_dev_run")) not in (None, False, True):
         raise MisconfigurationException(
@@ -954,10 +961,7 @@ def present_checkpoint(trainer: FederatedTrainer, ckpt_path: str | Path | None) 
 
 def is_of_site(path: str | Path) -> bool:
     """Return whether a checkpoint is of one client at its site, and not of a federation."""
-    if not is_zipfile(path):
-        return False
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return "own" in saved.get("federation", {})
+    return Path(path).is_file() and "own" in read_checkpoint(path)["federation"]
 
 
 def adopt_fitted(data: FederatedDataModule, federation: Federation, path: str | None) -> None:
@@ -981,8 +985,7 @@ def fitted_in(path: str, data: FederatedDataModule) -> dict[str, Any]:
         data: the data module of the class whose entry is read.
     """
     try:
-        # Memory-mapped: the weights stay on disk.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = read_checkpoint(path)
         names = checkpoint["federation"].get("names", [])
         return {**checkpoint.get(type(data).__qualname__, {}), "names": names}
     # Lightning reads the file again, and explains what is wrong with it.

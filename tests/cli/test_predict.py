@@ -1,15 +1,26 @@
 """``pfl-lightning predict``."""
 
 import csv
+import os
+import pickle
+import re
 import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from command import QUIET, pfl, refusal
-from pfl_lightning.methods import FedPer
+from command import ACCELERATOR, QUIET, pfl, refusal
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.cli.predict import write
+from pfl_lightning.data import TableData
+from pfl_lightning.federation.prediction import Predictions
+from pfl_lightning.methods import FedAvg, FedPer
+from pfl_lightning.nets import MLP
+from pfl_lightning.tasks import Classification
 
 pd = pytest.importorskip("pandas", reason="needs the extra tables")
 
@@ -151,3 +162,117 @@ def test_mistakes_are_told_in_one_sentence(line, words, here, capsys):
     shutil.copytree(RUN / "checkpoints", "lonely/checkpoints")
     assert words in refusal(f"predict {line}", capsys)
     assert not Path("predictions.csv").exists()
+
+
+def test_rows_in_another_unit_are_told_in_a_line(here, capfd):
+    table = pd.read_csv("rows.csv")
+    table.assign(age=table["age"] * 12).to_csv("months.csv", index=False)
+    with pytest.warns(UserWarning, match=r"months\.csv.*'age' is .* in 90 of 90 rows") as told:
+        predict("--data months.csv --client Ulm Bremen")
+    (said,) = [str(each.message) for each in told if "far outside" in str(each.message)]
+    trained = re.search(r"\(in training (\S+) to (\S+)\)", said)
+    assert table["age"].min() <= float(trained[1]) < float(trained[2]) <= table["age"].max()
+    assert len(said.splitlines()) == 1
+
+
+def test_names_of_classes_and_clients_are_no_formulas(tmp_path):
+    outputs = torch.tensor([[-1.5, 2.0]])
+    found = Predictions(outputs, torch.tensor([0]), outputs.softmax(1), class_names=["=1+1", "@x"])
+    write(tmp_path / "out.csv", {"-cmd": found, 3: Predictions(-outputs[:, 1:], values=-outputs[:, 1:])}, {})
+    first, second = written(tmp_path / "out.csv")
+    assert first["client"] == "'-cmd" and first["prediction"] == "'=1+1" and {"p_=1+1", "p_@x"} < first.keys()
+    assert second["client"] == "3" and second["prediction"] == "-2"
+
+
+def test_the_newest_run_from_python_is_told_with_a_way(here, capsys):
+    data = TableData("rows.csv", "flu", Classification(2), client="site", standardize="table")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": ACCELERATOR}
+    FederatedTrainer(max_rounds=1, **quiet).fit(FedAvg(MLP, (1,), 2), datamodule=data)
+    capsys.readouterr()
+    said = refusal("predict --data rows.csv --client Ulm", capsys)
+    assert "FedAvg-TableData" in said and "trainer.predict" in said and f"--ckpt_path {RUN}" in said
+    predict(f"--data rows.csv --client Ulm --ckpt_path {RUN}")
+
+
+class Stranger:
+    """An object whose code would run when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def write_damaged() -> None:
+    """Write files of every kind that can't be read."""
+    np.save("objects.npy", np.array([Stranger(), None]), allow_pickle=True)
+    np.save("whole.npy", np.zeros((50, 1)))
+    whole = Path("whole.npy").read_bytes()
+    Path("short.npy").write_bytes(whole[:200])
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({10 * 2**40 // 8}, 1), }}"
+    for name, text in (("huge", header), ("header", header + " " * 60_000)):
+        text = text.ljust(-(len(text) + 11) % 64 + len(text)) + "\n"
+        start = b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little")
+        Path(f"{name}.npy").write_bytes(start + text.encode() + bytes(64))
+    garbage = bytes(range(256)) * 20
+    for name in ("garbage.npy", "garbage.pt", "garbage.ckpt", "garbage.csv", "garbage.parquet", "garbage.yaml"):
+        Path(name).write_bytes(garbage)
+    for name in ("empty.npy", "empty.pt", "empty.ckpt", "empty.csv"):
+        Path(name).touch()
+    for name in ("pickle.pt", "pickle.ckpt"):
+        Path(name).write_bytes(pickle.dumps(Stranger()))
+        torch.save({"state_dict": Stranger()}, f"torch_{name}")
+    torch.save({"state_dict": {}}, "other.ckpt")
+    torch.save([1], "list.ckpt")
+    best = (RUN / "checkpoints/best.ckpt").read_bytes()
+    Path("cut.ckpt").write_bytes(best[:3000])
+    weights = torch.load(RUN / "checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    place = best.index(max(weights.values(), key=len).numpy().tobytes())
+    Path("flipped.ckpt").write_bytes(best[:place] + bytes([best[place] ^ 1]) + best[place + 1 :])
+    Path("broken.yaml").write_text("data: [TableData")
+    Path("twice.yaml").write_text("data: A\ndata: B\n")
+    Path("list.yaml").write_text("[1, 2]")
+    Path("number.yaml").write_text("data: 3\nmodel: 4\n")
+    Path("norows.csv").write_text("site,age,flu\n")
+    Path("latin.txt").write_bytes("Grüße".encode("latin-1"))
+    Path("file").touch()
+    Path("folder.csv").mkdir()
+
+
+DAMAGED = {
+    "--data": "objects.npy short.npy huge.npy header.npy garbage.npy garbage.pt pickle.pt torch_pickle.pt empty.npy "
+    "empty.pt garbage.csv garbage.parquet empty.csv norows.csv folder.csv latin.txt",
+    "--data rows.csv --ckpt_path": "garbage.ckpt pickle.ckpt torch_pickle.ckpt empty.ckpt other.ckpt list.ckpt "
+    "cut.ckpt flipped.ckpt",
+    "--data rows.csv --config": "garbage.yaml broken.yaml twice.yaml list.yaml folder.csv",
+    "--data rows.csv --out": "folder.csv /proc/a.csv /proc/a/b.csv file/a.csv",
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "file"), [(option, file) for option, files in DAMAGED.items() for file in files.split()]
+)
+def test_damaged_files_of_all_kinds_are_named_in_one_sentence(option, file, here, capsys):
+    write_damaged()
+    beside = f"--config {RUN}/config.yaml" if "--ckpt_path" in option else ""
+    with warnings.catch_warnings():
+        # torch's own would stand before the sentence
+        warnings.filterwarnings("error", message="Detected pickle")
+        said = refusal(f"predict --client Ulm {beside} {option} {file}", capsys)
+    assert file in said and "weights_only" not in said and "allow_pickle" not in said
+    assert not Path("ran").exists() and not Path("predictions.csv").exists()
+
+
+def test_a_pipe_is_written_to(here):
+    os.mkfifo("pipe")
+    with ThreadPoolExecutor() as others:
+        text = others.submit(Path("pipe").read_text)
+        predict("--data rows.csv --client Ulm --out pipe")
+        assert text.result(timeout=60).startswith("row,client,prediction,p_no,p_yes")
+    assert Path("pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    "option", ["--client_column site --data norows.csv", "--client Ulm --data rows.csv --config number.yaml"]
+)
+def test_files_without_rows_or_settings_are_refused(option, here, capsys):
+    write_damaged()
+    assert option.split()[-1].removeprefix("number.yaml") in refusal(f"predict {option}", capsys)

@@ -170,10 +170,20 @@ def test_images_are_scaled_as_in_training():
     data = TensorData(bytes_of, torch.arange(40) % 2, Blobs().task, client=torch.arange(40) % 2)
     data.setup()
     assert torch.equal(data.inputs(bytes_of, 0), data.transform(bytes_of))
-    finished = data.transform(bytes_of)
-    assert torch.equal(data.inputs(finished, 0), finished)
-    with pytest.raises(MisconfigurationException, match="int64"):
-        data.inputs(bytes_of.long(), 0)
+    # floats could be on any scale
+    for rows in (data.transform(bytes_of), bytes_of.half(), bytes_of.long()):
+        with pytest.raises(MisconfigurationException, match=rf"{rows.dtype}, and .*uint8"):
+            data.inputs(rows, 0)
+
+
+def test_bytes_are_refused_where_the_net_has_learned_from_floats():
+    images = torch.rand(40, 1, 4, 4)
+    data = TensorData(images, torch.arange(40) % 2, Blobs().task, client=torch.arange(40) % 2)
+    data.setup()
+    with pytest.raises(MisconfigurationException, match=r"uint8, and .*float32"):
+        data.inputs((images * 255).byte(), 0)
+    # other integers are numbers in the units of training, and so are truth values
+    assert data.inputs(torch.ones(2, 1, 4, 4).int(), 0).dtype == data.inputs(images > 0.5, 0).dtype == torch.float32
 
 
 # What comes back

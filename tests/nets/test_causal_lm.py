@@ -1,5 +1,7 @@
 """Language models with adapters: networks, engines, checkpoints without the base, and adapters for peft."""
 
+import json
+import shutil
 from copy import deepcopy
 from functools import partial
 
@@ -349,6 +351,22 @@ def test_settings_that_do_not_fit_are_refused(models, settings, named):
 def test_a_folder_without_a_model_is_refused(models, tmp_path):
     with pytest.raises(MisconfigurationException, match="config"):
         CausalLM((LENGTH,), TOKENS, model=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "unheard_of"])
+def test_a_folder_with_code_of_its_own_is_refused_and_not_asked_about(models, kind, tmp_path, monkeypatch):
+    def asked(*_: object) -> str:
+        raise AssertionError("transformers asked whether to run the code")
+
+    monkeypatch.setattr("builtins.input", asked)
+    shutil.copytree(models / "llama", tmp_path / "own")
+    settings = json.loads((tmp_path / "own/config.json").read_text())
+    settings |= {"model_type": kind, "auto_map": {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own.Own"}}
+    (tmp_path / "own/config.json").write_text(json.dumps(settings))
+    (tmp_path / "own/own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(MisconfigurationException, match=r"model\.net\.model=.*auto_map in config\.json"):
+        CausalLM((LENGTH,), TOKENS, model=str(tmp_path / "own"))
+    assert not (tmp_path / "ran").exists()
 
 
 class Packed(nn.Linear):

@@ -1,11 +1,14 @@
 """Figures show what they are given."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from federations import blobs, fit, make_client
 from pfl_lightning.plots import (
     plot_class_heatmaps,
     plot_curves,
@@ -116,3 +119,23 @@ def test_partition_and_curves_are_shown():
     np.testing.assert_array_equal(plot_partition(counts).axes[0].images[0].get_array(), counts)
     (axes,) = plot_curves({"run": [{"round": 1, "val/acc": 0.5}, {"round": 2, "val/acc": "0.75"}]}).axes
     assert list(axes.lines[0].get_ydata()) == [0.5, 0.75]
+
+
+def test_a_run_s_folder_and_a_data_module_are_shown_too(tmp_path):
+    run = fit(make_client(), root=tmp_path, max_rounds=2)
+    folder = Path(run.trainer.log_dir)
+    for given in (folder, str(folder), {"mine": folder}):
+        (axes,) = plot_curves(given).axes
+        assert list(axes.lines[0].get_ydata()) == [row["val/acc"] for row in run.rows]
+    data = run.federation.data
+    np.testing.assert_array_equal(plot_partition(data).axes[0].images[0].get_array(), data.counts)
+    with pytest.raises(MisconfigurationException, match=rf"rounds\.csv.*{folder.name}"):
+        plot_curves(tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"metric='val/mae'.*val/acc"):
+        plot_curves(folder, "val/mae")
+    with pytest.raises(MisconfigurationException, match="runs is a FederatedTrainer"):
+        plot_curves(run.trainer)
+    with pytest.raises(MisconfigurationException, match="counts is a FederatedTrainer"):
+        plot_partition(run.trainer)
+    with pytest.raises(MisconfigurationException, match="setup"):
+        plot_partition(blobs())

@@ -1,10 +1,14 @@
 """The final table."""
 
+import csv
 import math
 from importlib.metadata import version
 from pathlib import Path
 
-from pfl_lightning.runs.report import installed, summary_table
+import pytest
+
+from pfl_lightning.runs.report import append_row, installed, summary_table, write_rows
+from pfl_lightning.runs.whole_files import replacing
 
 SUMMARY = {
     "method": "FedAvg",
@@ -90,3 +94,33 @@ def test_other_metrics_are_numbers_and_have_their_lines():
 
 def test_a_package_that_is_on_the_path_alone_has_no_version():
     assert installed("torch") == version("torch") and installed("no-such-package") == "not installed"
+
+
+FORMULAS = ["=1+1", "+49 421", "-2+3", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("x")', "-"]
+PLAIN = ["Ulm", "+2.5 [-1, +3.25]", "-0.5", "+1e-3", "-inf", "1-2", "'=1", "", -3, -0.5, None, True]
+
+
+def test_texts_that_a_spreadsheet_would_compute_have_an_apostrophe(tmp_path):
+    row = {"=who": "=1", "x": -1.5}
+    write_rows(tmp_path / "a.csv", [{"=who": text, "x": -1.5} for text in FORMULAS + PLAIN])
+    append_row(tmp_path / "a.csv", row)
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        columns, *rows = csv.reader(file)
+    assert columns == ["'=who", "x"] and {each[1] for each in rows} == {"-1.5"}
+    cells = [each[0] for each in rows]
+    plain = ["" if cell is None else str(cell) for cell in PLAIN]
+    assert cells == [*(f"'{text}" for text in FORMULAS), *plain, "'=1"]
+
+
+def test_a_file_is_replaced_behind_a_link_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    write_rows(tmp_path / "link.csv", [{"a": 1}])
+    assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "real.csv").read_text() == "a\n1\n"
+    with replacing(Path("/dev/null")) as path:
+        assert path == Path("/dev/null")
+    assert not Path("/dev/null").is_file()
+    with pytest.raises(RuntimeError), replacing(tmp_path / "real.csv") as path:
+        path.write_text("half")
+        raise RuntimeError
+    assert (tmp_path / "real.csv").read_text() == "a\n1\n" and len(list(tmp_path.iterdir())) == 2

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from pfl_lightning.cli.class_names import KINDS, class_names, settings
 from pfl_lightning.cli.configs import squeezed
-from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option, no_yaml
+from pfl_lightning.cli.refusals import command_is_missing, no_command, no_config, no_option
 from pfl_lightning.cli.suggestions import RATES, suggestion
 from pfl_lightning.cli.usage import one_line, shortened
+from pfl_lightning.cli.yaml_text import no_yaml
 from pfl_lightning.client.optimizers import PLATEAU
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.trainer import MEANINGLESS

@@ -1,14 +1,14 @@
 """The command ``pfl-lightning predict``: predict for new rows with the clients' models of a finished run."""
 
-import csv
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
 
 import pfl_lightning.data
 import pfl_lightning.methods
@@ -16,8 +16,9 @@ from pfl_lightning.callbacks.generation_samples import Coded, continued
 from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
-from pfl_lightning.cli.yaml_text import load
+from pfl_lightning.cli.yaml_text import read_settings
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data.files import ARRAYS, read_array, read_checkpoint
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
 from pfl_lightning.runs.checkpoint_io import federation_in, models_in
@@ -76,15 +77,16 @@ def main(args: list[str]) -> int:
     path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
     file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():
-        raise UsageError(
-            f"predict: {file} is no file; give the configuration of the checkpoint's run by --config, or predict from "
-            "Python by trainer.predict, where the run was configured there."
-        )
-    config = load(file.read_text(encoding="utf-8"))
+        raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options)}.")
+    check_place(options.out)
+    config = read_settings(file, f"predict: --config {file}")
     if options.data is not None and options.data.suffix == ".txt":
         return answer(options, path, file, config)
     column = options.client_column or given_column(config, options)
-    rows = None if options.data is None else read_rows(options.data, column, config)
+    rows = None
+    if options.data is not None:
+        checkpoint = next(iter(models_in(path, best=options.ckpt_path == "best").values())) if at_site else path
+        rows = read_rows(options.data, column, config, checkpoint)
     if rows is not None and rows.places and options.client:
         raise UsageError("predict: --client and --client_column exclude each other; give one of them.")
     if rows is not None and not rows.places and not options.client and not at_site:
@@ -165,6 +167,16 @@ def checkpoint_of(given: str, runs: Path) -> Path:
     return path
 
 
+def configuration_elsewhere(options: Any) -> str:
+    """Return advice where a checkpoint has no configuration beside it, as after a run from Python."""
+    other = newest(options.runs, options.ckpt_path) if options.ckpt_path in ("best", "last") else None
+    instead = f", or predict with the newest run of the command line by --ckpt_path {other.parents[1]}" if other else ""
+    return (
+        "a run from Python writes none: predict there by trainer.predict(..., ckpt_path=...), or give the "
+        f"configuration of the checkpoint's run by --config{instead}"
+    )
+
+
 def given_column(config: Mapping[str, Any], options: Any) -> str | None:
     """Return the run's own column of clients, if the table has it and no clients are named."""
     column = settings_of_data(config).get("client")
@@ -175,9 +187,23 @@ def given_column(config: Mapping[str, Any], options: Any) -> str | None:
     return column if column in read_table(options.data, None, csv_of(config, options.data)) else None
 
 
+def part_of(config: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return the settings of a part of a configuration, such as ``data``, also if it is given by its class alone.
+
+    Raises:
+        UsageError: if the part is neither settings nor a text.
+    """
+    found = config.get(part) or {}
+    if isinstance(found, str):
+        return {"class_path": found}
+    if not isinstance(found, dict):
+        raise UsageError(f"predict: {part}={found!r} of the configuration must be settings by name.")
+    return found
+
+
 def settings_of_data(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a configuration's data module."""
-    return dict((config.get("data") or {}).get("init_args") or {})
+    return part_of(part_of(config, "data"), "init_args")
 
 
 def csv_of(config: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -186,16 +212,23 @@ def csv_of(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {"decimal": settings.get("decimal", "."), "sep": settings.get("separator", ",")}
 
 
-def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows:
+def texts_in(checkpoint: Path) -> list[str]:
+    """Return the columns that held texts in the training table of a run; none where there was no table."""
+    tables = [entry.get("table") for entry in read_checkpoint(checkpoint).values() if isinstance(entry, dict)]
+    return next((list(table["texts"]) for table in tables if isinstance(table, dict) and "texts" in table), [])
+
+
+def read_rows(path: Path, column: str | None, config: Mapping[str, Any], checkpoint: Path) -> Rows:
     """Return the rows of a file.
 
     Args:
         path: the file.
         column: column of each row's client; None lets each client predict for all rows.
         config: the run's configuration.
+        checkpoint: the run's checkpoint, which knows the columns of texts.
 
     Raises:
-        UsageError: if the file is missing or of another kind, or has no such column.
+        UsageError: if the file is missing or of another kind, has no such column or no row.
     """
     if not path.is_file():
         folder = "is a folder: save its inputs as a tensor in a .pt file" if path.is_dir() else "is no file"
@@ -206,7 +239,10 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows
         csv = csv_of(config, path)
         if column not in (there := read_table(path, None, csv)):
             raise UsageError(f"predict: --client_column {column} is no column of {path}, which has {', '.join(there)}.")
-        table = read_table(path, there, csv)
+        # as in training: 01 isn't 1
+        table = read_table(path, there, csv, [column, *texts_in(checkpoint)])
+        if not len(table):
+            raise UsageError(f"predict: --data {path} has no row to predict for; give at least one.")
         if gaps := int(table[column].isna().sum()):
             raise UsageError(f"predict: column {column!r} of {path} has no client in {gaps} of {len(table)} rows.")
         names = table[column].map(as_text).to_numpy()
@@ -215,10 +251,8 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows
         return Rows({name: table.iloc[own].reset_index(drop=True) for name, own in places.items()}, places)
     if column is not None:
         raise UsageError(f"predict: --client_column {column} needs a table, and --data {path} is none.")
-    if path.suffix == ".npy":
-        return Rows(torch.from_numpy(np.load(path, allow_pickle=False)), {})
-    if path.suffix == ".pt":
-        return Rows(torch.load(path, map_location="cpu", weights_only=True), {})
+    if path.suffix in ARRAYS:
+        return Rows(read_array(path, f"predict: --data {path}"), {})
     raise UsageError(f"predict: --data {path} must be a .csv, .parquet, .npy or .pt file.")
 
 
@@ -236,7 +270,10 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     """
     if not options.data.is_file():
         raise UsageError(f"predict: --data {options.data} is no file; give a .txt file with a prompt in each line.")
-    prompts = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        prompts = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"predict: --data {options.data} is no text in UTF-8; save it as such.") from error
     if not prompts or options.max_new_tokens < 1:
         raise UsageError(
             f"predict: --data {options.data} has {len(prompts)} prompts and --max_new_tokens is "
@@ -256,7 +293,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         clients = list({place: name for name, place in reversed(models.items())}.values())[::-1]
     names: list[str] = []
     if not at_site:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"]
+        saved = read_checkpoint(path)["federation"]
         names = list(saved.get("names") or [])
         clients = clients or names or list(map(str, saved["payloads"]))
     if strangers := [client for client in clients if at_site and client not in models]:
@@ -271,8 +308,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         for prompt in prompts:
             tokens = continued(model, data.encode(prompt), options.max_new_tokens, window, data.end_tokens)
             rows.append({"client": client, "prompt": prompt, "answer": data.decode(tokens)})
-    options.out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    write_rows(options.out, rows)
+    save_rows(options.out, rows)
     print(f"{len(rows)} answers of {len(clients)} client{'s' * (len(clients) != 1)}: {options.out}")
     return 0
 
@@ -345,7 +381,7 @@ def predictions(
 
 def quiet_trainer(config: Mapping[str, Any]) -> FederatedTrainer:
     """Return a Trainer with the run's accelerator and precision, which writes nothing."""
-    kept = {name: (config.get("trainer") or {}).get(name) for name in ("accelerator", "precision")}
+    kept = {name: part_of(config, "trainer").get(name) for name in ("accelerator", "precision")}
     return FederatedTrainer(
         logger=False,
         enable_checkpointing=False,
@@ -366,7 +402,7 @@ def class_of(config: Mapping[str, Any], part: str, room: Any) -> Any:
     Raises:
         UsageError: if there is no such class.
     """
-    path = str((config.get(part) or {}).get("class_path", ""))
+    path = str(part_of(config, part).get("class_path", ""))
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module) if module else room, name)
@@ -394,11 +430,49 @@ def write(path: Path, found: Mapping[int | str, Predictions], places: Mapping[st
     if places:
         # in the order of the file, which a client's rows may be scattered over
         lines.sort(key=lambda line: line[0])
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, list(lines[0][1]))
-        writer.writeheader()
-        writer.writerows(cells for _, cells in lines)
+    save_rows(path, [cells for _, cells in lines])
+
+
+def check_place(path: Path) -> None:
+    """Check that predictions can be written, before the work.
+
+    Args:
+        path: the file, which may exist; missing folders are made only when it is written.
+
+    Raises:
+        UsageError: if the path is a folder, or lies where no file can be made.
+    """
+    if path.is_dir():
+        raise UsageError(f"predict: --out {path} is a folder; give a file, such as {path / 'predictions.csv'}.")
+    # a device or a pipe is written to as it is
+    if path.exists() and not path.is_file():
+        return
+    folder = next(each for each in path.absolute().parents if os.path.lexists(each))
+    try:
+        # tried, as folders such as those of /proc give all rights and take no file
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"predict: --out {path} can't be written ({folder}: {error.strerror}); give a file in another folder."
+        ) from error
+
+
+def save_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV file, and the folders that it lies in.
+
+    Args:
+        path: the file, replaced if it exists.
+        rows: values by column.
+
+    Raises:
+        UsageError: if the system refuses, such as for a full disk.
+    """
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_rows(path, rows)
+    except OSError as error:
+        raise UsageError(f"predict: --out {path} can't be written ({error.strerror}); give another file.") from error
 
 
 def shown(cell: Any) -> Any:

@@ -16,8 +16,8 @@ from pfl_lightning.cli.argv import CONFIG, Argument, CommandLine
 from pfl_lightning.cli.commands import FILLED, OTHERS, TRAINER
 from pfl_lightning.cli.configs import find, nearest
 from pfl_lightning.cli.suggestions import nearest_option, suggestion
-from pfl_lightning.cli.usage import UsageError, one_line
-from pfl_lightning.cli.yaml_text import RefusedYAML, check, load
+from pfl_lightning.cli.usage import UsageError
+from pfl_lightning.cli.yaml_text import RefusedYAML, check, load, no_yaml
 
 
 def refuse_at_sight(line: CommandLine) -> None:
@@ -130,19 +130,6 @@ def no_option(name: str, options: Iterable[str]) -> str:
         options: options of the command, without dashes.
     """
     return f"{name} is not an option{nearest_option(name, options)}"
-
-
-def no_yaml(reason: str) -> str:
-    """Return the sentence for a configuration with invalid YAML.
-
-    Args:
-        reason: a sentence of `yaml_text.check`, or PyYAML's message with an excerpt of the file after a blank line.
-    """
-    if reason.startswith("the YAML "):
-        return reason
-    # the excerpt goes: one sentence holds no picture of several lines
-    place = re.sub(r'in "<[a-z ]+>",', "at", reason.partition("\n\n")[0])
-    return one_line(f"the configuration is not valid YAML: {place}")
 
 
 def no_config(path: Path) -> str:

@@ -4,9 +4,13 @@ YAML's own readers drop the first of two equal keys in silence, and ten lines of
 values.
 """
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from pfl_lightning.cli.usage import UsageError, one_line
 
 CHARACTERS = 1_000_000
 """Largest number of characters of a text."""
@@ -57,6 +61,42 @@ def load(text: str) -> Any:
         return yaml.load(text, Loader)
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from error
+
+
+def read_settings(path: Path, owner: str) -> dict[str, Any]:
+    """Return the settings in a YAML file; none in an empty one.
+
+    Args:
+        path: the file.
+        owner: beginning of the error message, such as ``predict: --config run.yaml``.
+
+    Raises:
+        UsageError: if the file can't be read, isn't valid YAML, or has no settings by name.
+    """
+    try:
+        content = load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{owner} can't be read ({error.strerror}); give a YAML file of settings.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{owner} is no text in UTF-8; save it as such.") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{owner}: {no_yaml(str(error))}") from error
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"{owner} holds a {type(content).__name__}; give settings by name, such as trainer: ...")
+    return content or {}
+
+
+def no_yaml(reason: str) -> str:
+    """Return the sentence for a configuration with invalid YAML.
+
+    Args:
+        reason: a sentence of `yaml_text.check`, or PyYAML's message with an excerpt of the file after a blank line.
+    """
+    if reason.startswith("the YAML "):
+        return reason
+    # the excerpt goes: one sentence holds no picture of several lines
+    place = re.sub(r'in "<[a-z ]+>",', "at", reason.partition("\n\n")[0])
+    return one_line(f"the configuration is not valid YAML: {place}")
 
 
 def check(text: str) -> None:

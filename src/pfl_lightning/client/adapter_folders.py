@@ -8,12 +8,12 @@ from shutil import copytree
 from typing import Any
 from urllib.parse import quote
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.client.joined_clients import joined_models
 from pfl_lightning.client.module import ClientModule, saved_client
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.messages import digest
 
 GLOBAL = "global"
@@ -184,7 +184,7 @@ def export_adapters(
         raise MisconfigurationException(f"checkpoint={str(checkpoint)!r} is no file; give a .ckpt of a run.")
     # once: a language model takes long to load
     model = method.load_from_checkpoint(checkpoint, **kwargs)
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["federation"]
+    saved = read_checkpoint(checkpoint)["federation"]
     names: Sequence[int | str] = saved.get("names") or range(len(saved["payloads"]))
     # at a site by its name, or else its id, both of which are there
     at_site = saved.get("own")

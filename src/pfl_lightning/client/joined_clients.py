@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from pfl_lightning.data.files import read_checkpoint
 
 JOINED = "joined.ckpt"
 """Name of the file."""
@@ -34,14 +33,9 @@ def read(file: Path) -> dict[str, Any]:
     """Return the content of a file; empty if there is no such file."""
     if not file.is_file():
         return {}
-    try:
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    # torch raises many types for a damaged file
-    except Exception as error:
-        raise MisconfigurationException(
-            f"{file} is damaged ({type(error).__name__}); remove it, and let the clients join again."
-        ) from error
-    return content
+    # in memory, as the file may be replaced while its models are in use
+    instead = "remove it, and let the clients join again"
+    return read_checkpoint(file, str(file), needed=("federation", "joined"), instead=instead, mapped=False)
 
 
 def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

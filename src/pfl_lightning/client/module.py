@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -34,6 +35,7 @@ from pfl_lightning.client.optimizers import (
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.files import PLAIN, read_checkpoint
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict, digest, tree_map
@@ -727,6 +729,10 @@ class ClientModule(LightningModule):
         """
         if cls is ClientModule and (kind := trained_class(checkpoint_path)) is not cls:
             return kind.load_from_checkpoint(checkpoint_path, *args, client=client, **kwargs)
+        is_local = isinstance(checkpoint_path, (str, os.PathLike)) and "://" not in str(checkpoint_path)
+        if is_local and kwargs.get("weights_only") is not False:
+            # refused here in one sentence, where torch's own text advises to load without its safeguard
+            read_checkpoint(checkpoint_path, needed=PLAIN)
         try:
             model = super().load_from_checkpoint(checkpoint_path, *args, **{"weights_only": True, **kwargs})
         except (MisconfigurationException, RuntimeError) as error:
@@ -738,7 +744,7 @@ class ClientModule(LightningModule):
                 ) from error
             raise
         if client is not None:
-            federation = torch.load(checkpoint_path, map_location=model.device, weights_only=True)["federation"]
+            federation = read_checkpoint(checkpoint_path, map_location=model.device, mapped=False)["federation"]
             saved = saved_client(checkpoint_path, federation, client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
             model.become_saved(saved)
@@ -914,7 +920,7 @@ def net_of_python(path: str | Path) -> str:
     Args:
         path: a checkpoint.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = read_checkpoint(path, needed=PLAIN)
     # a checkpoint of plain Lightning, or a net from the command line, whose configuration is in `hyper_parameters`
     if "federation" not in saved or "net" in saved.get("hyper_parameters", {}):
         return ""
@@ -932,7 +938,7 @@ def trained_class(path: str | Path) -> type[ClientModule]:
         MisconfigurationException: if the checkpoint doesn't name its class, or the class hasn't been imported: the
             author of a checkpoint must not choose the code that runs on loading.
     """
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    saved = read_checkpoint(path, needed=PLAIN)
     module, _, name = saved.get("hyper_parameters", {}).get(COMMAND_LINE_NOTES[0], "").rpartition(".")
     if module.startswith("pfl_lightning."):
         import_module(module)

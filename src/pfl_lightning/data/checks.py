@@ -607,9 +607,15 @@ def rows_in_type(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     Raises:
         MisconfigurationException: if the type can't hold the rows.
     """
-    # images may come as bytes or as finished inputs: `transform` scales bytes alone
-    if rows.dtype == dtype or (dtype == torch.uint8 and rows.is_floating_point()):
+    if rows.dtype == dtype:
         return rows
+    # bytes are the type of images, which `transform` scales, and floats stay as they are: the net was trained on one
+    # of the two scales
+    if torch.uint8 in (rows.dtype, dtype) and (rows.is_floating_point() or dtype.is_floating_point):
+        raise MisconfigurationException(
+            f"{name} is of the type {rows.dtype}, and the inputs in training of {dtype}, where images have another "
+            f"scale; give {dtype} as in training"
+        )
     whole = not (rows.is_floating_point() or rows.is_complex())
     if dtype.is_floating_point and not rows.is_complex():
         return rows.to(dtype)

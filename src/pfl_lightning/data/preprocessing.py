@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +39,9 @@ Raw: TypeAlias = Mapping[str, Any]
 
 UNBOUNDED = {"low": -sys.float_info.max, "high": sys.float_info.max}
 """Bounds of a column without values to fit them on."""
+
+RANGE = ("least", "most")
+"""Names of the smallest and the largest value of training rows, among fitted values."""
 
 FILLS = ("median", "mean", "mode")
 """Values that a gap may take from the training rows of its column."""
@@ -265,7 +269,7 @@ def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float
     """Return the bounds, the fill and the scale of a column of numbers, by the values of training rows.
 
     >>> fitted_numbers(np.array([1.0, np.nan, 3.0]), Column(fill="mean", scale="minmax"))
-    {'fill': 2.0, 'center': 1.0, 'width': 2.0}
+    {'fill': 2.0, 'center': 1.0, 'width': 2.0, 'least': 1.0, 'most': 3.0}
 
     Args:
         values: the values of training rows, NaN for gaps.
@@ -273,11 +277,13 @@ def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float
 
     Returns:
         Bounds ``low`` and ``high`` if the column is clipped, ``fill``, ``center`` and ``width``; width 0 stands for a
-            constant column. None if all values are gaps and the fill would come from them.
+            constant column. ``least`` and ``most`` are the range of the values, unless all settings are given numbers:
+            then nothing of the rows is kept. None if all values are gaps and the fill would come from them.
     """
     gaps = np.isnan(values)
     there = values[~gaps]
     fitted = {} if rule.clip is None else dict(UNBOUNDED)
+    span = dict(zip(RANGE, range_of(there), strict=True)) if is_fitted(rule) else {}
     if not len(there) and isinstance(rule.fill, str):
         return None
     if rule.clip is not None and len(there):
@@ -295,7 +301,42 @@ def fitted_numbers(values: NDArray[np.float64], rule: Column) -> dict[str, float
         center, width = rule.scale
     else:
         center, width = center_and_width(filled, rule.scale or "none")
-    return {**fitted, "fill": fill, "center": float(center), "width": float(width)}
+    return {**fitted, "fill": fill, "center": float(center), "width": float(width), **span}
+
+
+def range_of(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the least and the largest value of a column, both 0 without values."""
+    return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+
+
+def warn_of_ranges(
+    values: Mapping[str, NDArray[np.float64]], ranges: Mapping[str, Sequence[float]], owner: str
+) -> list[str]:
+    """Warn of values far from those of training rows, such as of another unit, and return their columns.
+
+    Values are far if they lie outside the range of training rows by more than its width.
+
+    Args:
+        values: columns of raw rows by name, NaN for gaps.
+        ranges: least and largest value of training rows by column; a constant column has no effect.
+        owner: name of the rows for the message.
+    """
+    far = {}
+    for name, (least, most) in ranges.items():
+        there = values[name][~np.isnan(values[name])]
+        count = int(((there < 2 * least - most) | (there > 2 * most - least)).sum())
+        if least < most and count:
+            far[name] = (
+                f"{name!r} is {there.min():.6g} to {there.max():.6g} (in training {least:.6g} to {most:.6g}) in "
+                f"{count} of {len(there)} rows"
+            )
+    if far:
+        more = f", and {len(far) - 3} more" if len(far) > 3 else ""
+        rank_zero_warn(
+            f"{owner}: values lie far outside those of training rows, so predictions are guesses: "
+            f"{'; '.join(list(far.values())[:3])}{more}. Check the units; further such rows aren't named."
+        )
+    return list(far)
 
 
 def middle(values: NDArray[np.float64], kind: str) -> float:
@@ -422,7 +463,8 @@ def preprocessed(raw: Raw, fitted: Mapping[str, Any], client: int | None) -> NDA
             gaps = np.isnan(raw[names[0]])
             for name in names:
                 each = fitted["numbers"][name]
-                own = each if client is None else {key: values[client] for key, values in each.items()}
+                shared = {key: values for key, values in each.items() if key not in RANGE}
+                own = shared if client is None else {key: values[client] for key, values in shared.items()}
                 columns.append(scaled(raw[name], **own))
         if feature in fitted["indicators"]:
             columns.append(gaps)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pfl_lightning.data import Split
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import saved_job, saved_state
@@ -68,7 +67,7 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
     if best is None:
         return {}
     # Memory-mapped, or all clients' states would be in memory twice.
-    checkpoint = torch.load(best, map_location="cpu", weights_only=True, mmap=True)
+    checkpoint = read_checkpoint(best)
     saved = checkpoint["federation"]
     clients = federation.data.num_clients
     # In the record are the metrics of the round's own evaluation, which may be of a sample of the clients.

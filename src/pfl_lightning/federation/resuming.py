@@ -19,6 +19,7 @@ from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data.preprocessing import RANGE
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
@@ -234,7 +235,7 @@ def preprocessing_of(fitted: Mapping[str, Any], data: FederatedDataModule) -> tu
     both = [fitted, data.preprocessing] if fitted else [{}, {}]
     ways = ("standardize", "by")
     if data.adopted and any(fitted.get(way) == data.preprocessing.get(way) == "client" for way in ways):
-        of_clients = ("mean", "deviation", "numbers", "category_fill")
+        of_clients = ("mean", "deviation", *RANGE, "numbers", "category_fill")
         both = [{name: each[name] for name in each if name not in of_clients} for each in both]
     then, now = (flat("data.preprocessing", each) for each in both)
     # Filled up with empty entries, so that a vocabulary that only one of the two has counts as a change.

@@ -11,12 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import whole_model
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import Job
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.prediction import kept_model
 from pfl_lightning.flower.site import Site
 from pfl_lightning.flower.states import StateVersions, written
-from pfl_lightning.runs.checkpoint_io import BEST, MODEL, compare_checksums, save
+from pfl_lightning.runs.checkpoint_io import BEST, MODEL, save
 
 CONFIG = "config.yaml"
 """The site's configuration, in the folder of all states."""
@@ -117,12 +118,7 @@ def export(state_dir: Path | str, client: int, path: Path | str) -> None:
             f"it has those of clients {', '.join(map(str, there))}" if there else "give the one of a site that ran"
         )
         raise MisconfigurationException(f"client={client} has no model in state-dir={str(state_dir)!r}; {instead}.")
-    try:
-        compare_checksums(source)
-    except Exception as error:  # as many kinds as there are damages
-        raise MisconfigurationException(
-            f"client={client}: {source} is damaged ({error}); let the site run another round."
-        ) from error
+    read_checkpoint(source, f"client={client}: {source}", instead="let the site run another round")
     Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     with written(Path(path).absolute()) as partial:
         shutil.copyfile(source, partial)

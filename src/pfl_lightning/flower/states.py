@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.data.files import check_whole, flaw
 from pfl_lightning.engines import ClientState
 from pfl_lightning.flower.template import Refused
-from pfl_lightning.runs.checkpoint_io import compare_checksums, flaw, save
+from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.folder import NO_ROOM
 from pfl_lightning.runs.whole_files import replacing
 
@@ -100,7 +101,7 @@ class StateVersions:
         """
         path = self._file(client, token)
         try:
-            compare_checksums(path)
+            check_whole(path)
             return ClientState(**torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # torch raises one of many kinds for a damaged file
             raise Refused(

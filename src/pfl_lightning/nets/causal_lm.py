@@ -1,6 +1,8 @@
 """Causal language models of transformers, with adapters of peft."""
 
+import json
 import warnings
+from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +29,10 @@ SHORT = {
     "dora": "use_dora",
 }
 """Names of ``lora`` for those of ``peft.LoraConfig``."""
+
+
+CONFIGURATIONS = ("config.json", "tokenizer_config.json")
+"""Files of a folder that may name a class in code beside them."""
 
 
 class CausalLM(Net):
@@ -227,19 +233,11 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
     if quantize is not None:
         package("bitsandbytes")
         options["quantization_config"] = transformers.BitsAndBytesConfig(**{f"load_in_{quantize}": True})
-    folder = model
-    if not Path(model).is_dir():
-        try:
-            # looked up first: in places transformers asks the network for names, whatever `local_files_only` says
-            folder = package("huggingface_hub").snapshot_download(model, local_files_only=True)
-        # of a name that can't be one, or of a model that isn't there
-        except (OSError, ValueError) as error:
-            raise MisconfigurationException(
-                f"model.net.model={model!r} is no folder, and the hub's cache has no such model; give the folder of a "
-                f"saved model, or download it first by: hf download {model}"
-            ) from error
+    folder = local_folder(model, "model.net.model")
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
     # transformers raises many types, its own ones and those of the packages below
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -251,6 +249,39 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
     loaded.name_or_path = model
     # a layer that is given in evaluation mode stays there, and has no dropout
     return loaded.train()
+
+
+def local_folder(name: str, setting: str) -> str:
+    """Return the folder of a model or tokenizer of transformers, from the hub's local cache if given by a name.
+
+    Args:
+        name: the folder, or a name on the hub.
+        setting: the setting with the name, for messages.
+
+    Raises:
+        MisconfigurationException: if there is no such folder, or it asks for code of its own, which isn't run.
+    """
+    folder = name
+    if not Path(name).is_dir():
+        try:
+            # looked up first: in places transformers asks the network for names, whatever `local_files_only` says
+            folder = package("huggingface_hub").snapshot_download(name, local_files_only=True)
+        # of a name that can't be one, or of a model that isn't there
+        except (OSError, ValueError) as error:
+            raise MisconfigurationException(
+                f"{setting}={name!r} is no folder, and the hub's local cache has no such model; give the folder of a "
+                f"saved one, or download it first by: hf download {name}"
+            ) from error
+    for file in CONFIGURATIONS:
+        # a file that can't be read is refused by transformers
+        with suppress(OSError, ValueError):
+            content = json.loads(Path(folder, file).read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.get("auto_map"):
+                raise MisconfigurationException(
+                    f"{setting}={name!r} asks by auto_map in {file} to run code of its own, which isn't done; give a "
+                    "model of a class that transformers has."
+                )
+    return folder
 
 
 def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_classes: int) -> None:

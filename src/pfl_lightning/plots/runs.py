@@ -1,15 +1,21 @@
 """Figures of partitions, of whole runs, and of methods compared by clients."""
 
+import csv
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, cycle
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.client_names import axis_label
+from pfl_lightning.data.description import amounts
+from pfl_lightning.runs.report import columns_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,13 +28,24 @@ SPLITS = {"train": "training", "val": "validation", "test": "test"}
 METRICS = {"acc": "accuracy, %"}
 
 
-def plot_partition(counts: Tensor, names: Sequence[str] = ()) -> "Figure":
+def plot_partition(counts: Tensor | FederatedDataModule, names: Sequence[str] = ()) -> "Figure":
     """Plot a heatmap of training samples by client and class.
 
     Args:
-        counts: samples ``[clients, classes]``.
-        names: names of the clients by id; empty shows ids.
+        counts: samples ``[clients, classes]``, or a data module, set up.
+        names: names of the clients by id; empty shows the data module's, or ids.
+
+    Raises:
+        MisconfigurationException: if the counts have another form, or the data module isn't set up.
     """
+    if isinstance(counts, FederatedDataModule):
+        names = names or counts.client_names
+        counts = amounts(counts)
+    if getattr(counts, "ndim", 0) != 2:
+        raise MisconfigurationException(
+            f"counts is a {type(counts).__name__}; give samples [clients, classes], such as data.counts, or the data "
+            "module."
+        )
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
 
@@ -44,14 +61,51 @@ def plot_partition(counts: Tensor, names: Sequence[str] = ()) -> "Figure":
     return figure
 
 
-def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "val/acc") -> "Figure":
+def plot_curves(
+    runs: "Mapping[str, Sequence[Mapping[str, Any]] | str | PathLike[str]] | str | PathLike[str]",
+    metric: str = "val/acc",
+) -> "Figure":
     """Plot a metric against rounds, one line per run.
 
     Args:
-        runs: rows of ``rounds.csv`` (or of `RoundLogger`) by the run's name.
+        runs: by the run's name, rows of ``rounds.csv`` (or of `RoundLogger`), or the run's folder; or one run's folder.
         metric: the column to draw.
+
+    Raises:
+        MisconfigurationException: if a folder is of no run, or a run has no value of the metric.
     """
-    return plot_mean_curves({name: [rows] for name, rows in runs.items()}, metric)
+    if isinstance(runs, (str, PathLike)):
+        runs = {Path(runs).resolve().parent.name: runs}
+    if not isinstance(runs, Mapping):
+        raise MisconfigurationException(
+            f"runs is a {type(runs).__name__}; give a run's folder, or a dict of rows or folders by the run's name."
+        )
+    rows = {name: rows_of(run) if isinstance(run, (str, PathLike)) else run for name, run in runs.items()}
+    for name, own in rows.items():
+        if not any(row.get(metric) not in (None, "") for row in own):
+            there = [column for column in columns_of(own) if column.startswith(("val/", "test/"))]
+            raise MisconfigurationException(
+                f"metric={metric!r} has no value in run {name}; give one of {', '.join(there[:8]) or 'another run'}."
+            )
+    return plot_mean_curves({name: [own] for name, own in rows.items()}, metric)
+
+
+def rows_of(run: "str | PathLike[str]") -> list[dict[str, str]]:
+    """Return the rows of a run's ``rounds.csv``.
+
+    Args:
+        run: the run's folder.
+
+    Raises:
+        MisconfigurationException: if the folder is of no run.
+    """
+    file = Path(run, "rounds.csv")
+    if not file.is_file():
+        there = sorted(Path(run).glob("*/rounds.csv")) + sorted(Path(run).glob("*/*/rounds.csv"))
+        example = there[-1].parent if there else "runs/FedAvg-Digits/version_0"
+        raise MisconfigurationException(f"{run} has no rounds.csv; give the folder of a run, such as {example}.")
+    with file.open(newline="", encoding="utf-8") as text:
+        return list(csv.DictReader(text))
 
 
 def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str = "val/acc") -> "Figure":

@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile, is_zipfile
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.messages import tree_map
 from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.stopping import postponed
 
-ENTRIES = {"state_dict", "federation", "pytorch-lightning_version"}
-"""Entries of every checkpoint of a federation."""
 HANDED_OVER = ".temp.ckpt"
 """Name of the file in which Lightning's processes pass weights, and nothing else, to the first process."""
 
@@ -73,45 +71,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             MisconfigurationException: if the file isn't a complete checkpoint of a federation, or differs from the
                 saved one.
         """
-        try:
-            if is_zipfile(path):
-                compare_checksums(path)
-            # only local files can be mapped
-            if self.mapped and "://" not in str(path):
-                checkpoint: dict[str, Any] = torch.load(
-                    path, map_location, weights_only=weights_only is not False, mmap=True
-                )
-            else:
-                checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
-        except FileNotFoundError as error:
-            raise MisconfigurationException(f"ckpt_path={str(path)!r}: there is no such file.") from error
-        except Exception as error:  # torch raises one of many kinds for a damaged file
-            raise MisconfigurationException(
-                f"ckpt_path={str(path)!r} can't be read as a checkpoint ({flaw(path, error)}); {another(path)}."
-            ) from error
-        if Path(path).name != HANDED_OVER and not (isinstance(checkpoint, dict) and ENTRIES <= checkpoint.keys()):
-            raise MisconfigurationException(
-                f"ckpt_path={str(path)!r}: the checkpoint is not of a federation; {another(path)}."
-            )
-        return checkpoint
-
-
-def flaw(path: Any, error: Exception) -> str:
-    """Return the reason why torch can't load a file."""
-    file = Path(path)
-    if file.is_dir():
-        return "it is a folder"
-    if file.is_file() and not file.stat().st_size:
-        return "it is empty"
-    # only the first sentence: torch goes on with advice on its own settings, which would mislead here
-    return f"it is cut short, damaged or of another kind: {type(error).__name__}: {str(error).split('. ')[0]}"[:150]
-
-
-def another(path: Any) -> str:
-    """Return advice to take another checkpoint: an existing file of the same folder, or else a typical path."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    others = sorted(file for file in folder.glob("**/*.ckpt") if file != Path(path) and file.stat().st_size)
-    return f"take another one, such as {others[0] if others else 'checkpoints/last.ckpt in a folder of a run'}"
+        # a remote store, and a user's own wish to load Python objects, are Lightning's
+        is_own = "://" not in str(path) and weights_only is not False
+        if is_own and Path(path).name != HANDED_OVER:
+            return read_checkpoint(path, map_location=map_location, mapped=self.mapped)
+        return super().load_checkpoint(path, map_location, weights_only is not False)
 
 
 def save(content: Any, path: Path) -> None:
@@ -132,20 +96,6 @@ def save(content: Any, path: Path) -> None:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-
-
-def compare_checksums(path: Path | str) -> None:
-    """Compare the parts of a `torch.save` file with their checksums, which torch writes but never reads.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: if a part differs.
-    """
-    with ZipFile(path) as file:
-        if damaged := file.testzip():
-            raise ValueError(f"the checksum of {damaged} differs")
 
 
 MODEL, BEST = "model.ckpt", "best.ckpt"
@@ -185,12 +135,8 @@ def models_in(state_dir: Path, best: bool) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for last in sorted(state_dir.glob(f"*/{MODEL}")):
         path = last.with_name(BEST) if best and last.with_name(BEST).is_file() else last
-        try:
-            compare_checksums(path)
-            own = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"].get("own", {})
-        except Exception as error:  # as many kinds as there are damages
-            raise MisconfigurationException(f"{path} is damaged ({error}); let the site run another round.") from error
-        found |= dict.fromkeys(own, path)
+        saved = read_checkpoint(path, str(path), instead="let the site run another round")
+        found |= dict.fromkeys(saved["federation"].get("own", {}), path)
     if not found:
         raise MisconfigurationException(
             f"state-dir={str(state_dir)!r} has no client's model; give the folder of a site that ran."

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +15,17 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pfl_lightning.data.columns import is_number
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.runs.tables import labelled
 from pfl_lightning.runs.whole_files import replacing
 from pfl_lightning.tasks import Monitor
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""Beginnings of texts that spreadsheets take for formulas."""
+
+INTERVAL = re.compile(r"[-+][\d.]+ \[[-+\d., ]+\]")
+"""A figure with its interval in brackets, which spreadsheets leave as it is."""
 
 Row: TypeAlias = dict[str, Any]
 """A row of a table, values by column."""
@@ -47,10 +55,11 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         path: the file.
         rows: values by column; columns may differ from row to row.
     """
-    with replacing(path) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns_of(rows))
-        writer.writeheader()
-        writer.writerows(rows)
+    columns = columns_of(rows)
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(map(harmless, columns))
+        writer.writerows([harmless(row.get(name, "")) for name in columns] for row in rows)
 
 
 def append_row(path: Path, *rows: Mapping[str, Any]) -> None:
@@ -60,11 +69,27 @@ def append_row(path: Path, *rows: Mapping[str, Any]) -> None:
         path: the file, with a header.
         *rows: values by column.
     """
-    with path.open("r+", newline="") as file:
+    with path.open("r+", newline="", encoding="utf-8") as file:
         # read from the file and not from the row, whose order may differ
         columns = next(csv.reader(file))
         file.seek(0, os.SEEK_END)
-        csv.DictWriter(file, columns).writerows(rows)
+        cells = [{harmless(name): harmless(cell) for name, cell in row.items()} for row in rows]
+        csv.DictWriter(file, columns).writerows(cells)
+
+
+def harmless(cell: Any) -> Any:
+    """Return a cell of a CSV file, with an apostrophe before a text that a spreadsheet would compute as a formula.
+
+    >>> harmless("=1+1"), harmless("-0.5"), harmless("Ulm"), harmless(-0.5)
+    ("'=1+1", '-0.5', 'Ulm', -0.5)
+
+    Args:
+        cell: a text, which may come from a table's cells, or anything else, which stays.
+    """
+    is_formula = (
+        isinstance(cell, str) and cell.startswith(FORMULA) and not (is_number(cell) or INTERVAL.fullmatch(cell))
+    )
+    return f"'{cell}" if is_formula else cell
 
 
 class PackedRows:

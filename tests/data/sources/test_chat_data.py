@@ -244,6 +244,18 @@ def test_a_tokenizer_is_read_from_a_folder(tokenizer, tmp_path):
     assert data.agreed != ChatData(ROWS, tokenizer, chat_template="plain").agreed
 
 
+def test_a_tokenizer_with_code_of_its_own_is_refused(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked whether to run the code"))
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(MisconfigurationException, match=r"data\.tokenizer=.*auto_map in tokenizer_config\.json"):
+        ChatData(ROWS, str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_prompts_and_texts(tokenizer):
     data = ChatData(ROWS, tokenizer)
     assert data.encode("hi") == numbers("user : hi </s> assistant :")

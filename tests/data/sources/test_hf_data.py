@@ -78,6 +78,33 @@ def test_several_columns_of_numbers():
     assert ready(made(), ("size", "weight")).part(1, "test").x.tolist() == [[14, 7], [19, 9.5]]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "common"),
+    [
+        (("int64", "int64"), torch.int64),
+        (("int32", "int64"), torch.int64),
+        (("int32", "uint16"), torch.int64),
+        (("int64", "float64"), torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [None, 5])
+def test_columns_of_integers_stay_integers(kinds, common, length):
+    kind = [
+        datasets.Value(name) if length is None else datasets.Sequence(datasets.Value(name), length) for name in kinds
+    ]
+    # above 2**24, single precision loses the last digit
+    large = 7 if "uint16" in kinds else 2**24 + 1
+    rows = [large if length is None else [large] * length] * COUNT
+    held = {"one": rows, "other": rows, "label": [0, 1] * 20, "who": [row // 20 for row in range(COUNT)]}
+    features = datasets.Features(
+        dict(zip(("one", "other"), kind, strict=True)) | dict.fromkeys(("label", "who"), datasets.Value("int64"))
+    )
+    data = ready(datasets.Dataset.from_dict(held, features=features), ("one", "other"), client="who", split_column=None)
+    x = data.part(0, "train").x
+    assert x.dtype == common and x.shape[1:] == ((2,) if length is None else (2, length)) and (x == large).all()
+
+
 def test_images():
     pictures = [np.full((4, 5, 3), row, np.uint8) for row in range(COUNT)]
     kinds = {"picture": datasets.Image(), "label": datasets.Value("int64"), "who": datasets.Value("int8")}

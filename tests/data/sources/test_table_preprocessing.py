@@ -1,6 +1,7 @@
 """Tables with gaps, texts and dates, prepared by training rows."""
 
 import io
+import re
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, Sta
 
 from command import QUIET, pfl, summary
 from federations import fit, make_trainer
+from pfl_lightning.cli.predict import read_rows
 from pfl_lightning.data import Column, Preprocessing, TableData
 from pfl_lightning.data.preprocessing import fitted_numbers
 from pfl_lightning.flower.site import Site
@@ -25,6 +27,8 @@ pandas = pytest.importorskip("pandas", reason="needs the extra tables")
 
 SITES = ["Bremen", "Erfurt", "Ulm"]
 COUNT = 60
+MINIMAL = {"state_dict": {}, "federation": {}, "pytorch-lightning_version": "2.6.0"}
+"""Entries of every checkpoint."""
 
 
 def frame():
@@ -145,18 +149,65 @@ def test_rows_that_are_tested_on_change_nothing_that_is_fitted(by):
 def test_clipping_filling_and_scaling_go_in_this_order():
     values = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 1000.0, np.nan])
     fitted = fitted_numbers(values, Column(fill="mean", clip=[0.0, 0.8], scale="minmax"))
-    assert fitted == {"low": 0.0, "high": 4.0, "fill": 14 / 6, "center": 0.0, "width": 4.0}
+    assert fitted == {
+        "low": 0.0,
+        "high": 4.0,
+        "fill": 14 / 6,
+        "center": 0.0,
+        "width": 4.0,
+        "least": 0.0,
+        "most": 1000.0,
+    }
     assert fitted_numbers(values[:2], Column(fill=9.0, clip=1.0, scale="none")) == {
         "low": 0.0,
         "high": 1.0,
         "fill": 9.0,
         "center": 0.0,
         "width": 1.0,
+        "least": 0.0,
+        "most": 1.0,
     }
     # equal quartiles: the deviation in their place; a constant column has no width
     mostly = np.array([0.0] * 9 + [10.0])
     assert fitted_numbers(mostly, Column(fill=0.0, scale="robust"))["width"] == mostly.std() == 3.0
     assert fitted_numbers(np.full(5, 0.1), Column(fill=0.0, scale="standard"))["width"] == 0
+
+
+@pytest.mark.parametrize("way", ["standardize", "preprocessing"])
+@pytest.mark.parametrize("by", ["table", "client"])
+def test_rows_in_another_unit_are_told_once_with_both_ranges(way, by):
+    rows = pandas.DataFrame({"age": [*range(20, 80)] * 3, "flag": 1.0, "ill": [0, 1] * 90, "site": SITES * 60})
+    # of one client alone, whose range is then wider
+    rows.loc[rows.site == "Ulm", "age"] += 30
+    settings = {"preprocessing": Preprocessing(by=by)} if way == "preprocessing" else {"standardize": by}
+    data = TableData(rows, "ill", Classification(2), client="site", **settings)
+    data.setup()
+    trained = rows["age"] if by == "table" else rows["age"][rows.site == "Bremen"]
+    saved = TableData.from_state(data.state_dict())
+    for each in (data, saved):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            each.inputs({"age": [20, 90], "flag": [1, 9]}, "Bremen")
+        with pytest.warns(UserWarning, match="far outside") as told:
+            each.inputs({"age": [30, 960], "flag": [1, 1]}, "Bremen")
+            each.inputs({"age": [30, 960], "flag": [1, 1]}, "Ulm")
+        (said,) = [str(each.message) for each in told]
+        assert "'age'" in said and "30 to 960" in said and "1 of 2 rows" in said
+        least, most = map(float, re.search(r"in training (\S+) to (\S+)\)", said).groups())
+        assert trained.min() <= least < trained.min() + 10 and trained.max() - 10 < most <= trained.max()
+
+
+def test_given_numbers_keep_no_range():
+    rows = {"age": [*range(20, 80)], "ill": [0, 1] * 30, "site": SITES * 20}
+    for settings in (
+        {"standardize": {"age": [50, 12]}},
+        {"preprocessing": Preprocessing(fill=50, scale=[50, 12])},
+        {"preprocessing": Preprocessing(fill=50, scale="none")},
+        {},
+    ):
+        data = TableData(pandas.DataFrame(rows), "ill", Classification(2), client="site", **settings)
+        data.setup()
+        assert data.fitted_on == "nothing" and "least" not in str(data.state_dict())
 
 
 def test_categories_gaps_and_unknown_texts():
@@ -363,7 +414,7 @@ def test_given_texts_and_standardize_come_from_a_checkpoint_too(by, tmp_path):
     rows = few[few["fold"] == "test"]
     assert torch.equal(data.part(0, "test").x, first.inputs(rows, "Erfurt"))
     assert data.preprocessing["categories"] == first.preprocessing["categories"]
-    with pytest.raises(MisconfigurationException, match="is no checkpoint of a run with a TableData"):
+    with pytest.raises(MisconfigurationException, match=r"data\.fitted=.*none\.ckpt"):
         hospitals(fitted=tmp_path / "none.ckpt")
 
 
@@ -380,6 +431,24 @@ def test_a_late_client_joins_with_the_checkpoint_s_values(tmp_path):
         joined = make_trainer().join(client, late, ckpt_path=path)
     assert late.client_names == ["Bremen", "Erfurt", "Ulm"] and joined["new/acc"] >= 0
     assert torch.equal(late.inputs(table[:5], "Ulm"), ready(table, **settings).inputs(table[:5], "Ulm"))
+
+
+def test_codes_that_were_texts_in_training_stay_texts_at_every_door(tmp_path):
+    table = pandas.DataFrame({"code": ["01", "A1", "B1"] * 20, "ill": [0, 1] * 30, "site": SITES * 20})
+    first = TableData(table, "ill", Classification(2), client="site", preprocessing="auto")
+    first.setup()
+    torch.save(MINIMAL | {"TableData": first.state_dict()}, tmp_path / "last.ckpt")
+    # by themselves they would be read as the number 1
+    late = pandas.DataFrame({"code": ["01"] * 40, "ill": [0, 1] * 20, "site": "Jena"})
+    late.to_csv(tmp_path / "late.csv", index=False)
+    settings = {"client": "site", "preprocessing": "auto", "fitted": tmp_path / "last.ckpt"}
+    joins = TableData(tmp_path / "late.csv", "ill", Classification(2), **settings)
+    joins.setup()
+    rows = torch.cat([joins.part(0, split).x for split in ("train", "val", "test")])
+    assert torch.equal(rows.sum(0), torch.tensor([40.0, 0.0, 0.0]))
+    assert torch.equal(first.inputs(tmp_path / "late.csv", "new")[:1], torch.eye(3)[:1])
+    sites = read_rows(tmp_path / "late.csv", "site", {}, tmp_path / "last.ckpt").of_clients
+    assert torch.equal(first.inputs(sites["Jena"], "new")[:1], torch.eye(3)[:1])
 
 
 def test_fitted_values_of_other_settings_are_refused(tmp_path):

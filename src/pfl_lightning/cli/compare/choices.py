@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.class_names import class_names
 from pfl_lightning.cli.configs import find, nearest, squeezed
-from pfl_lightning.cli.refusals import no_yaml
 from pfl_lightning.cli.suggestions import suggestion
-from pfl_lightning.cli.yaml_text import load
+from pfl_lightning.cli.yaml_text import read_settings
 from pfl_lightning.methods.registry import METHODS
 
 FILE = ("--config", "-c")
@@ -175,13 +172,8 @@ def stored_table(args: Sequence[str]) -> Stored:
     path = find(name) or find(f"tables/{name}")
     if path is None:
         raise MisconfigurationException(f"compare: --table {name} is no table{nearest(f'tables/{name}')}")
-    try:
-        content: Any = load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise MisconfigurationException(f"compare: --table {path} is no text in UTF-8; save it as such.") from error
-    except yaml.YAMLError as error:
-        raise MisconfigurationException(f"compare: --table {path}: {no_yaml(str(error))}") from error
-    if not isinstance(content, dict) or "methods" not in content:
+    content = read_settings(path, f"compare: --table {path}")
+    if "methods" not in content:
         raise MisconfigurationException(f"compare: --table {path} has no methods; name some, as a list.")
     for entry, value in content.items():
         if not isinstance(value, ENTRIES.get(entry, ())):

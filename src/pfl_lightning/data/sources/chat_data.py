@@ -18,6 +18,7 @@ from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData
 from pfl_lightning.data.sources.columns import check_column, package
 from pfl_lightning.data.sources.hf_data import local_dataset
+from pfl_lightning.nets.causal_lm import local_folder
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import NextToken
 
@@ -375,13 +376,16 @@ def local_tokenizer(tokenizer: Any) -> Any:
     transformers = package("transformers", "lm", "ChatData")
     if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
         name = str(tokenizer)
+        folder = local_folder(name, "data.tokenizer")
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         # OSError, ValueError and others, by what is missing
         except Exception as error:
             raise MisconfigurationException(
-                f"data.tokenizer={name!r} is neither a folder with a tokenizer nor in the hub's local cache "
-                f"({' '.join(str(error).split())[:100]}); download it first, as nothing is fetched here"
+                f"data.tokenizer={name!r} has no tokenizer that can be read ({' '.join(str(error).split())[:100]}); "
+                "give a folder with one, as by save_pretrained"
             ) from None
     if not tokenizer.is_fast:
         raise MisconfigurationException(

@@ -204,6 +204,8 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], te
         if columns is None:
             # read as a row: as a header, pandas would rename the second of two equal names
             header = pandas.read_csv(path, sep=csv["sep"], header=None, nrows=1, dtype=str, keep_default_na=False)
+            if any("\0" in name for name in header.iloc[0]):
+                raise ValueError("its first line has null characters")
             return [name or f"{NAMELESS}{place}" for place, name in enumerate(header.iloc[0])]
         with warnings.catch_warnings():
             # The warning that rows have more cells than the header: without index_col=False, pandas would take the
@@ -230,7 +232,7 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
         texts: columns of texts in the training table, in which cells such as 01 stay texts.
 
     Raises:
-        MisconfigurationException: if the rows are no table, or a column is missing.
+        MisconfigurationException: if the rows are no table, a column is missing, or there is no row.
     """
     path = Path(rows) if isinstance(rows, str | os.PathLike) else rows
     owner = str(path) if isinstance(path, Path) else "the rows"
@@ -246,8 +248,10 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
     known = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
     there = column_names(path, known)
     for column in columns:
-        check_column("inputs", column, there)
-    return read_table(path, columns, known, texts), owner
+        check_column(f"inputs of {owner}", column, there)
+    if not len(table := read_table(path, columns, known, texts)):
+        raise MisconfigurationException(f"data: {owner} has no row to predict for; give at least one")
+    return table, owner
 
 
 def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:

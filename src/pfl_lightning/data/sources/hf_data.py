@@ -29,7 +29,7 @@ class HFData(OwnedData):
         target: column of the target.
         task: the prediction task.
         features: columns of the inputs: one column of sequences of one length or of images, or several columns of
-            numbers; None takes all other columns.
+            numbers, which become single precision unless all are integers; None takes all other columns.
         client: column of each row's client; None under another partitioner than `Natural`.
         time: column of each row's time.
         split_column: column of ``train``, ``val`` or ``test``.
@@ -110,7 +110,10 @@ class ArrowRows:
             # Pillow images come with the channels last; grey images have three dimensions and stay
             is_image = tensors[0].dtype == torch.uint8 and tensors[0].dim() == 4
             return tensors[0].permute(0, 3, 1, 2) if is_image else tensors[0]
-        return torch.stack([tensor.float() for tensor in tensors], dim=1)
+        # integers may be codes, such as tokens of texts, which a net looks up
+        if any(tensor.is_floating_point() for tensor in tensors):
+            return torch.stack([tensor.float() for tensor in tensors], dim=1)
+        return torch.from_numpy(np.stack(arrays, axis=1))
 
 
 def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFData") -> Any:

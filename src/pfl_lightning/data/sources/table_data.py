@@ -18,8 +18,10 @@ from torch import Tensor
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.data.preprocessing import (
     CHUNK,
+    RANGE,
     UNBOUNDED,
     Column,
     FittedOn,
@@ -32,8 +34,10 @@ from pfl_lightning.data.preprocessing import (
     known_moments,
     moments_of,
     preprocessed,
+    range_of,
     standardized,
     trained_on,
+    warn_of_ranges,
 )
 from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
@@ -135,6 +139,8 @@ class TableData(OwnedData):
     """Names of a checkpoint's clients by their ids at its end."""
     _transformers: Sequence[Any] = ()
     _raw: Any = None
+    _far: frozenset[str] = frozenset()
+    """Columns of raw rows that a warning has named."""
 
     def __init__(
         self,
@@ -281,7 +287,8 @@ class TableData(OwnedData):
             self.standardize, self._features, self._vocabularies = self._asked
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
-        table = read_table(self._path, wanted, self._csv)
+        # a column that had texts in training has them here too, so that 01 doesn't become 1
+        table = read_table(self._path, wanted, self._csv, self._text_columns if self.adopted else ())
         if self.drop_missing_target:
             table = table[table[self._targets].notna().all(axis=1)]
             if table.empty:
@@ -573,7 +580,50 @@ class TableData(OwnedData):
                 column: values if self.standardize == "client" else values[0]
                 for column, values in zip(self._features, columns, strict=True)
             }
+        self._keep_ranges(samples.x, division)
         return Samples(x, samples.y)
+
+    def _keep_ranges(self, x: Tensor, division: Division) -> None:
+        """Keep the range of each column's training rows beside mean and deviation, to warn of other rows by it.
+
+        Args:
+            x: the columns, [rows, columns].
+            division: the pool positions of each client's rows.
+        """
+        is_shared = self.standardize == "table"
+        groups = [trained_on(division)] if is_shared else [held["train"] for held in division.clients]
+        ranges = [[range_of(column) for column in x[rows].double().numpy().T] for rows in groups]
+        for end, name in enumerate(RANGE):
+            taken, kept = self.adopted.get(name), {}
+            for place, column in enumerate(self._features):
+                own = [each[place][end] for each in ranges]
+                if taken is not None:
+                    own = [taken[column]] if is_shared else self._inherited(own, taken[column])
+                kept[column] = own[0] if is_shared else own
+            self.preprocessing[name] = kept
+
+    def _warn_of_far(self, raw: Mapping[str, Any], place: int, owner: str) -> None:
+        """Warn of rows far from the training rows, once for each column of numbers whose range is known.
+
+        Args:
+            raw: the rows' columns by name.
+            place: position of the client among those fitted; without effect where all clients share the values.
+            owner: name of the rows for the message.
+        """
+        fitted = self.preprocessing
+        by_column = fitted.get("numbers") or {
+            column: {name: fitted[name][column] for name in RANGE if name in fitted}
+            for column in self._features
+            if column not in fitted["categories"]
+        }
+        ends = {column: [each[name] for name in RANGE if name in each] for column, each in by_column.items()}
+        # a list has a value for each client
+        ranges = {
+            column: [end[place] if isinstance(end, list) else end for end in both]
+            for column, both in ends.items()
+            if len(both) == len(RANGE) and column not in self._far
+        }
+        self._far = self._far | set(warn_of_ranges(raw, ranges, owner))
 
     def _inherited(self, values: list[Any], taken: list[Any]) -> list[Any]:
         """Return fitted values of clients, for the clients of a checkpoint the checkpoint's values.
@@ -696,7 +746,8 @@ class TableData(OwnedData):
                         raise no_value(name, self._where)
                     # refusing would end the run of all clients for one of them, and NaN would spoil its model
                     empty.setdefault(place, []).append(name)
-                    each = {**({} if rule.clip is None else UNBOUNDED), "fill": 0.0, "center": 0.0, "width": 0.0}
+                    bounds = {} if rule.clip is None else UNBOUNDED
+                    each = {**bounds, "fill": 0.0, "center": 0.0, "width": 0.0, **dict.fromkeys(RANGE, 0.0)}
                 of_groups.append(each)
             numbers[name] = (
                 {key: [each[key] for each in of_groups] for key in of_groups[0]}
@@ -827,6 +878,8 @@ class TableData(OwnedData):
         place = self._fitted_place(client) if "client" in (fitted["standardize"], fitted.get("by")) else 0
         if "by" in fitted:
             raw = table if "transformer" in fitted else self._raw_columns(table, owner)
+            if "transformer" not in fitted:
+                self._warn_of_far(raw, place, owner)
             return self.transform(torch.from_numpy(self._made(raw, place)))  # type: ignore[no-any-return]
         columns = []
         for name in self._features:
@@ -839,6 +892,8 @@ class TableData(OwnedData):
                 raise MisconfigurationException(f"{whose} holds texts, where the training table has numbers")
             check_finite_column(numbers, whose)
             columns.append(numbers)
+        plain = {name: each.double().numpy() for name, each in zip(self._features, columns, strict=True)}
+        self._warn_of_far(plain, place, owner)
         shared = None if self.standardize != "client" else place
         return self.transform(self._scaled(self._matrix(columns), shared))  # type: ignore[no-any-return]
 
@@ -1050,16 +1105,10 @@ def fitted_of(path: Path, name: str) -> dict[str, Any]:
     Raises:
         MisconfigurationException: if the file is no checkpoint of a run with such data.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name]
-        if "table" not in state:
-            raise KeyError(name)
-    # torch raises many types for files that are no checkpoints
-    except Exception as error:
-        raise MisconfigurationException(
-            f"data.fitted={str(path)!r} is no checkpoint of a run with a {name} ({type(error).__name__}); give one, "
-            "such as last.ckpt"
-        ) from None
+    owner = f"data.fitted={str(path)!r}"
+    state = read_checkpoint(path, owner, needed=(), instead="give one, such as last.ckpt").get(name, {})
+    if "table" not in state:
+        raise MisconfigurationException(f"{owner} is no checkpoint of a run with a {name}; give one, such as last.ckpt")
     return cast(dict[str, Any], state)
 
 

@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data.datamodule import DataSettings
+from pfl_lightning.data.files import read_array
 from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.trees import Tree, leaves_of, read, with_leaves
@@ -85,24 +84,7 @@ def opened(name: str, values: Any) -> Any:
     """
     if not isinstance(values, (str, os.PathLike)):
         return values
-    path = Path(values)
-    try:
-        if path.suffix == ".npy":
-            found: Any = np.lib.format.open_memmap(path, mode="r")
-        elif path.suffix in (".pt", ".pth"):
-            # weights_only: a file of data must not run code
-            found = torch.load(path, mmap=True, weights_only=True)
-        else:
-            raise MisconfigurationException(f"data.{name}={str(path)!r} must be a .npy or .pt file")
-    except MisconfigurationException:
-        raise
-    # no file, no array in the file, or an array of objects: NumPy and torch raise many types
-    except Exception as error:
-        reason = " ".join(str(error).split())[:100]
-        raise MisconfigurationException(
-            f"data.{name}={str(path)!r} cannot be read ({reason}); give a file with an array or a tensor"
-        ) from None
-    return found
+    return read_array(Path(values), f"data.{name}={str(values)!r}")
 
 
 def shape_of(x: Tree) -> tuple[int, ...]:
