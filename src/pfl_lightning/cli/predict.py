@@ -206,7 +206,8 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any]) -> Rows
         csv = csv_of(config, path)
         if column not in (there := read_table(path, None, csv)):
             raise UsageError(f"predict: --client_column {column} is no column of {path}, which has {', '.join(there)}.")
-        table = read_table(path, there, csv)
+        # client 01 isn't client 1
+        table = read_table(path, there, csv, [column])
         if gaps := int(table[column].isna().sum()):
             raise UsageError(f"predict: column {column!r} of {path} has no client in {gaps} of {len(table)} rows.")
         names = table[column].map(as_text).to_numpy()

@@ -23,7 +23,7 @@ from pfl_lightning.data.checks import (
     rows_of_test_half,
     warn_of_one_class,
 )
-from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.client_names import check_kinds, client_id, owners_of
 from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
 from pfl_lightning.data.division import Division, Pool, divide
 from pfl_lightning.data.partitioners import Partitioner
@@ -104,6 +104,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
     check_pool(loaded, task, name)
+    check_kinds(loaded.client)
     owners = _column("client", loaded.client, count, needed=getattr(data.partitioner, "by_owner", False))
     given = _column("split", loaded.split, count, needed=data.client_split in (None, "given"))
     times = _column("time", loaded.time, count, needed=data.client_split == "time")
@@ -152,7 +153,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             data.val_fold,
             data.seed,
         ),
-        owners=None if owners is None else numbered(owners),
+        owners=None if owners is None else owners_of(owners),
         # the partitioner divides among members and new clients alike, so that new ones are no different clients
         num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
         num_classes=groups,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
+from pfl_lightning.data.client_names import compared, two_spellings
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.messages import CPU, Row, tensors, tree_map
@@ -201,6 +202,11 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
         # Same clients in the same order; clients drawn as new by data.new_clients have names of their own at the end.
         return False
     known = set(then)
+    spelled = {compared(name): name for name in then}
+    for name in every:
+        # 'bremen' beside Bremen would be a new client, tested on the rows that Bremen trained on
+        if name not in known and compared(name) in spelled:
+            raise two_spellings(f"{subject(saved)} and data", spelled[compared(name)], name)
     new = [name for name in every if name not in known]
     if use == "test" and (strange := [name for name in new if name not in drawn]):
         raise MisconfigurationException(

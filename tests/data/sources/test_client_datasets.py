@@ -239,6 +239,9 @@ class Stream(IterableDataset):
         ({"Ulm": (Noted(9, transform=shaken), Noted(9))}, {"val_fraction": 0.2}, "val_fraction=0.2"),
         ({"Ulm": Noted(9)}, {"num_workers": -1}, "num_workers=-1"),
         ({"Ulm": [torch.zeros(2), torch.zeros(3)]}, {}, "Tensor"),
+        (["Ulm", "Ulm"], {"read": lambda name: Noted(9)}, "'Ulm' is the name of two clients"),
+        ({1: Noted(9), "1": Noted(9)}, {}, "1 and '1'"),
+        ({"Ulm": Noted(9), "ulm ": Noted(9)}, {}, "'Ulm' and 'ulm '"),
         ({"Ulm": Noted(9)}, {"collate_fn": lambda items: torch.zeros(3)}, "returned a Tensor"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from pfl_lightning.data.checks import SAMPLES, check_integers, differs
+from pfl_lightning.data.client_names import distinct
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.samples import Loaded, Samples, Split
@@ -158,7 +159,7 @@ def given_by(clients: Any, read: Callable[[str], Any] | None) -> Iterator[tuple[
         read: the argument of `ClientDatasets`.
 
     Raises:
-        MisconfigurationException: there are no clients, or names are given without ``read``.
+        MisconfigurationException: there are no clients, or two names are spellings of one.
     """
     if isinstance(clients, str) or not isinstance(clients, (Mapping, Sequence)) or not len(clients):
         raise MisconfigurationException(
@@ -166,10 +167,12 @@ def given_by(clients: Any, read: Callable[[str], Any] | None) -> Iterator[tuple[
             '{"Bremen": (train, test)}, or a list of Datasets, with at least one client'
         )
     if read is not None:
-        yield from ((str(name), read(name)) for name in clients)
+        # compared before anything is read, and `read` gets each name as given
+        given = list(clients)
+        yield from zip(distinct(given, "data.clients"), map(read, given), strict=True)
     else:
-        pairs = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
-        yield from ((str(name), given) for name, given in pairs)
+        pairs = dict(clients) if isinstance(clients, Mapping) else dict(enumerate(clients))
+        yield from zip(distinct(pairs, "data.clients"), pairs.values(), strict=True)
 
 
 def datasets_of(name: str, given: Any) -> dict[Split, Any]:

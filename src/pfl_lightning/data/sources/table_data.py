@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pfl_lightning.data.client_names import codes_kept
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
@@ -281,7 +282,11 @@ class TableData(OwnedData):
             self.standardize, self._features, self._vocabularies = self._asked
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
-        table = read_table(self._path, wanted, self._csv)
+        # names of clients are read as texts, since client 01 isn't client 1
+        client, is_csv = self._others["client"], isinstance(self._path, Path) and self._path.suffix == ".csv"
+        is_apart = client not in {*self._features, *self._targets, self._others["time"]}
+        named = [client] if client is not None and is_csv else []
+        table = read_table(self._path, wanted, self._csv, named if is_apart else ())
         if self.drop_missing_target:
             table = table[table[self._targets].notna().all(axis=1)]
             if table.empty:
@@ -296,6 +301,10 @@ class TableData(OwnedData):
             self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
+        if named:
+            # a column that is an input too was read as inputs are
+            texts = table if is_apart else read_table(self._path, named, self._csv, named).loc[table.index]
+            columns["client"] = codes_kept(texts[client])
         if (time := self._others["time"]) is not None and getattr(table[time].dtype, "ordered", False):
             # an ordered category sorts by its own order ("first", "second") and not by the alphabet; pandas codes gaps
             # as -1
