@@ -20,6 +20,7 @@ from pfl_lightning.data.checks import SAMPLES, check_integers, differs
 from pfl_lightning.data.client_names import distinct
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
+from pfl_lightning.data.identity import mixed, warn_of_shared_rows
 from pfl_lightning.data.samples import Loaded, Samples, Split
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.tensor_data import shape_of
@@ -139,6 +140,9 @@ class ClientDatasets(OwnedData):
             return samples
         # `max_samples` leaves some positions of the reader
         rows = getattr(samples.x, "rows", np.arange(len(self._reader)))
+        # items aren't read to compare them, so that only one and the same item is found
+        origins = np.concatenate([origin_of(dataset) for dataset in self._reader.datasets])[rows]
+        warn_of_shared_rows(mixed(origins), division, lambda: False, type(self).__name__)
         return Items(samples.x, samples.y, self._reader, torch.from_numpy(rows))
 
     @property
@@ -419,6 +423,19 @@ class Items(Samples):
             rows: positions of each batch's samples.
         """
         return (Samples(*batch) for batch in self.reader.batches(self.rows[each.cpu()] for each in rows))
+
+
+def origin_of(dataset: Any) -> NDArray[np.uint64]:
+    """Return a number for each item, equal for the same item of the same Dataset.
+
+    Args:
+        dataset: a Dataset; subsets and concatenations are looked into.
+    """
+    if type(dataset) is Subset:
+        return origin_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([origin_of(part) for part in dataset.datasets])
+    return mixed(np.full(1, id(dataset), dtype=np.uint64)) + np.arange(len(dataset), dtype=np.uint64)
 
 
 def targets_in(dataset: Any) -> Tensor | None:
