@@ -8,8 +8,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import CLASSES, fit, load, make_client, make_trainer, plain, points
-from pfl_lightning.data import IID, TensorData
+from pfl_lightning.data import IID, TableData, TensorData
 from pfl_lightning.methods import FedAvg
+from pfl_lightning.nets import MLP
 from pfl_lightning.tasks import Classification
 
 OWNERS = np.array(["Bremen", "Jena", "Ulm"]).repeat(20)
@@ -142,3 +143,21 @@ def test_the_record_has_a_digest_of_the_rows(run, tmp_path):
     digest = before.logger.summary["rows"]
     same, other = (fit(model(), coins(streamed=streamed, seed=seed), tmp_path, max_rounds=1) for seed in (1, 2))
     assert same.logger.summary["rows"] == digest != other.logger.summary["rows"]
+
+
+def test_other_rows_are_told_before_the_fitted_values_that_follow_from_them(tmp_path):
+    pandas = pytest.importorskip("pandas", reason="needs the extra tables")
+    table = pandas.DataFrame({"age": np.arange(60) ** 1.5, "bmi": np.arange(60) % 7, "flu": np.arange(60) % CLASSES})
+    table = table.assign(site=OWNERS)
+
+    def hospitals(order):
+        settings = {"client": "site", "standardize": "table"}
+        return TableData(table.iloc[order], "flu", Classification(CLASSES), **settings)
+
+    def client(data):
+        return FedAvg(MLP, data.input_shape, CLASSES)
+
+    data, moved = hospitals(np.arange(60)), hospitals(BACKWARDS)
+    before = fit(client(data), data, tmp_path, max_rounds=1)
+    with pytest.raises(MisconfigurationException, match=r"first the .* rows of client 2 \(Ulm\)"):
+        fit(client(moved), moved, tmp_path, max_rounds=2, ckpt_path=before.last)

@@ -1516,10 +1516,12 @@ class Federation(LightningModule):
             check_rounds(self.round, self.trainer.max_epochs)
             # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
+            # other settings are told first, and then other rows, on which fitted values depend
+            if not changes(state.get("settings", {}), self.settings):
+                check_rows(state, self.data)
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
-            # after the settings, one of which may be the reason
             check_rows(state, self.data)
 
     def on_fit_end(self) -> None:
