@@ -190,7 +190,8 @@ def warn_of_shared_rows(keys: Keys, division: Division, may_coincide: Callable[[
     """
     count = len(division.clients)
     rows, owners = held_in(division, ["train"], count)
-    train, lines = mixed(keys[rows] + owners.astype(np.uint64)), []
+    train = mixed(keys[rows] + owners.astype(np.uint64))
+    lines: list[str] = []
     splits: list[Split] = ["test", "val"]
     for split in splits:
         rows, owners = held_in(division, [split], count)

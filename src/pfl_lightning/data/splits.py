@@ -369,7 +369,7 @@ def fold_of(
             rows = rows[strata[rows].argsort(stable=True)]
         places = torch.arange(len(rows)) if groups is None else in_order(groups[rows])
         is_val = (places + client) % folds == fold
-        if not len(places.unique()) > 1:
+        if len(places) and bool((places == places[0]).all()):
             is_val[:] = False
         found.append({**parts, "val": rows[is_val], "train": rows[~is_val]})
     if not any(len(parts["val"]) for parts in found):

@@ -176,8 +176,8 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
             f"{subject(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have "
             "been trained on; take the same number."
         )
-    other = other_rows(saved, data)
-    is_other = other is not None and bool(other[:, 0].any())
+    rows = other_rows(saved, data)
+    is_other = rows is not None and bool(rows[:, 0].any())
     if use != "fit" and (is_other or ("partition" in saved and saved["partition"] != fingerprint(data))):
         raise MisconfigurationException(
             f"{subject(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
@@ -235,8 +235,9 @@ def other_rows(saved: Mapping[str, Any], data: FederatedDataModule, in_order: bo
     Returns:
         For each client train, val and test; None where the samples are at sites, or the record has no digests.
     """
+    then: Tensor | None = saved.get("rows")
     with data.at_round(1):
-        then, now = saved.get("rows"), data.split_digests()
+        now = data.split_digests()
     if then is None or now is None or len(then) != len(now):
         return None
     # inputs in files aren't read, and there targets and places tell

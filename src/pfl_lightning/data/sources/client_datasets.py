@@ -435,7 +435,8 @@ def origin_of(dataset: Any) -> NDArray[np.uint64]:
         return origin_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     if type(dataset) is ConcatDataset:
         return np.concatenate([origin_of(part) for part in dataset.datasets])
-    return mixed(np.full(1, id(dataset), dtype=np.uint64)) + np.arange(len(dataset), dtype=np.uint64)
+    items: NDArray[np.uint64] = np.arange(len(dataset)).astype(np.uint64)
+    return items + mixed(np.full(1, id(dataset), dtype=np.uint64))
 
 
 def targets_in(dataset: Any) -> Tensor | None:
