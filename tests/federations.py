@@ -110,6 +110,12 @@ def blobs(*sizes: int, by_class: bool = False, data: type[Blobs] = Blobs, **sett
     return data(num_clients=len(sizes), partitioner=partitioner, **{"batch_size": 5, **settings})
 
 
+def known_by_place(run: "Run") -> dict[str, Any]:
+    """The federation's state, in which rows are known by targets and places alone, as those in files are."""
+    state = run.federation.federation_state()
+    return {**state, "rows": state["rows"][..., 2]}
+
+
 def fitting(cls: Callable[..., Any], net: Any) -> Any:
     """A net for a method, with low-rank adapters if it is about these."""
     kind = getattr(cls, "func", cls)

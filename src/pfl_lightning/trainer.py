@@ -481,7 +481,7 @@ class FederatedTrainer(Trainer):
             adopt_fitted(datamodule, federation, path)
         # Lightning refuses loaders beside a data module, and keeps an earlier one.
         self.datamodule = held
-        asked = Asked(clients, data, lambda: federation.data, lambda: federation.joined)
+        asked = Asked(clients, data, lambda: federation.data, lambda: federation.joined, federation.warn_of_test_rows)
         with ended_together(self.strategy), leaving_nothing_if_refused(self), warnings.catch_warnings():
             # callbacks of the run, of which a prediction has no need
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")

@@ -98,6 +98,15 @@ def test_the_table_may_name_each_row_s_client(here):
     assert written() == together
 
 
+def test_codes_of_clients_keep_their_zeros(here):
+    codes = {"Bremen": "01", "Erfurt": "1", "Ulm": "2"}
+    pd.read_csv("rows.csv").replace({"site": codes}).to_csv("codes.csv", index=False)
+    pfl(FIT.format(model="FedPer").replace("rows.csv", "codes.csv") + " --trainer.default_root_dir coded")
+    (run,) = Path("coded").glob("**/version_0")
+    predict(f"--ckpt_path {run} --data codes.csv")
+    assert [row["client"] for row in written()] == [codes[site] for site in SITES] * 30
+
+
 @pytest.mark.parametrize(("words", "clients"), [("Ulm Bremen", ["Ulm", "Bremen"]), ("all", SITES), ("new", ["new"])])
 def test_several_clients_all_and_a_new_one_predict_for_all_rows(words, clients, here):
     predict(f"--data rows.csv --client {words} --ckpt_path {RUN}")

@@ -55,3 +55,29 @@ def test_a_number_that_is_one_clients_id_and_anothers_name_is_refused():
     assert [client_id(name, swapped, 2) for name in swapped] == [0, 1]
     with pytest.raises(MisconfigurationException, match="client=0"):
         client_id(0, swapped, 2)
+
+
+SPELLINGS = [("Ulm", "Ulm "), ("Ulm", "ulm"), ("K\xf6ln", "Ko\u0308ln"), ("STRASSE", "stra\xdfe"), (1, "1")]
+
+
+@pytest.mark.parametrize(("one", "other"), SPELLINGS)
+def test_two_spellings_of_one_name_are_refused_with_both(one, other):
+    with pytest.raises(MisconfigurationException) as refused:
+        named([one, other])
+    told = str(refused.value)
+    # names that look the same are told apart by their letters' codes
+    assert all(repr(name) in told or ascii(name) in told for name in (one, other))
+    assert one != "K\xf6ln" or "\\u0308" in told
+
+
+def test_codes_are_texts():
+    assert named(["01", "1", "10"]).client_names == ["01", "1", "10"]
+    with pytest.raises(MisconfigurationException, match="'01' is no client"):
+        client_id("01", [], 3)
+    assert client_id("1", ["01", "1"], 2) == 1
+
+
+@pytest.mark.parametrize("asked", ["k\xf6ln", "Ko\u0308ln", " K\xf6ln"])
+def test_another_spelling_of_a_client_is_told_the_name(asked):
+    with pytest.raises(MisconfigurationException, match=r"did you mean '?K(ö|\\xf6)ln'?\?"):
+        client_id(asked, ["Bremen", "K\xf6ln"], 2)

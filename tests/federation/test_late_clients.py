@@ -110,6 +110,14 @@ def test_a_client_that_trained_is_never_called_new(sites, names, sentence, train
         make_trainer(tmp_path).join(model_of(late), datamodule=late, ckpt_path=trained[2], names=names)
 
 
+@pytest.mark.parametrize("spelled", ["bremen", "Bremen "])
+def test_another_spelling_is_no_new_client(spelled, trained, tmp_path):
+    table = rows(["Bremen", "Kiel"]).replace({"site": {"Bremen": spelled}})
+    late = TableData(table, "out", Classification(2), client="site", standardize=trained[1].standardize)
+    with pytest.raises(MisconfigurationException, match=f"'Bremen' and '{spelled}'"):
+        make_trainer(tmp_path).join(model_of(late), datamodule=late, ckpt_path=trained[2])
+
+
 def test_another_column_is_refused_by_name(trained, tmp_path):
     late = hospitals("Erfurt", standardize=trained[1].standardize)
     table = rows(["Erfurt"]).assign(weight=1.0)

@@ -227,7 +227,10 @@ def test_a_list_of_keys_is_read_or_refused_in_a_sentence(tmp_path):
     assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: MOST_SAMPLES, 3: MOST_SAMPLES}}
     (tmp_path / "sites.yaml").write_text(f"{text}: {{clients: 0 3, max-samples: 5000}}\n")
     assert apps.keys_in(tmp_path / "sites.yaml") == {pem: {0: 5000, 3: 5000}}
+    (tmp_path / "sites.yaml").write_text(f"{text}: 01\n")
+    assert apps.keys_in(tmp_path / "sites.yaml", ["1", "01"]) == {pem: {1: MOST_SAMPLES}}
     ends = (
+        "01",
         "none",
         "{max-samples: 3}",
         "{clients: 0, samples: 3}",

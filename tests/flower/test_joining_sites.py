@@ -145,7 +145,7 @@ def test_a_site_without_a_place_is_refused_in_a_sentence(tmp_path, most, joins, 
     assert told.federation.data.num_clients == (3 if most == 3 else 2)
 
 
-@pytest.mark.parametrize("name", ["", "7", "Kiel, Ulm", "K" * 101, "Kiel\x1b[31m"])
+@pytest.mark.parametrize("name", ["", "7", "Kiel, Ulm", "K" * 101, "Kiel\x1b[31m", "ulm"])
 def test_a_name_that_can_not_be_one_is_refused(tmp_path, name):
     settings = {"max_rounds": 2}
     grid = Sites(tmp_path / "sites", **settings)

@@ -14,7 +14,7 @@ from pfl_lightning.cli.load_config import configured
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Preprocessing, TableData, TensorData
 from pfl_lightning.flower.remote_data import remote_data
-from pfl_lightning.flower.site import ALWAYS, Site
+from pfl_lightning.flower.site import ALWAYS, Site, ids_of
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.methods import FedAvg, FedProto, Local
 from pfl_lightning.methods.fedpac import PACClient
@@ -267,8 +267,21 @@ def test_a_site_s_own_data_are_paired_by_name_and_not_by_position():
         Site.of({"clients": "St. Josef"}, own, TOWNS)
 
 
-@pytest.mark.parametrize("names", [["Bremen"], ["Ulm", "Ulm"], ["Bremen", "Ulm", "Jena"]])
+@pytest.mark.parametrize("names", [["Bremen"], ["Ulm", "Ulm"], ["Ulm", "ulm"], ["Bremen", "Ulm", "Jena"]])
 def test_names_of_a_server_fit_the_number_of_clients(names):
-    with pytest.raises(MisconfigurationException, match=r"data\.num_clients"):
+    with pytest.raises(MisconfigurationException, match=r"data\.num_clients|'Ulm'"):
         remote_data(blobs(24, 16), {}, names)
     assert remote_data(blobs(24, 16), {}, ["Bremen", "Ulm"]).client_label(1) == "1 (Ulm)"
+
+
+def test_codes_of_clients_at_sites_are_texts():
+    assert ids_of("01", ["1", "01"]) == ids_of("01", ["2", "01"]) == [1]
+    for names, words in (([], "ids of clients"), (["1", "2"], "'01' is no client")):
+        with pytest.raises(MisconfigurationException, match=words):
+            ids_of("01", names)
+
+
+def test_another_spelling_does_not_join():
+    assert ids_of("Bremen, Kiel", TOWNS, joins=True)[1] == "Kiel"
+    with pytest.raises(MisconfigurationException, match="'bremen' is no client; did you mean Bremen"):
+        ids_of("bremen", TOWNS, joins=True)

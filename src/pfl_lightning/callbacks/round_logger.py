@@ -174,7 +174,10 @@ class RoundLogger(FederatedCallback):
                 "so trackers get no curves of clients"
             )
         # taken from the federation, which computes it once: it needs the samples of all clients
-        self.fingerprints = {"partition": federation.trained["partition"], **self.fingerprints}
+        # left out under a guarantee: who knows all rows but one could try candidates for it
+        rows = None if federation.publishable else federation.trained["rows"]
+        held = {} if rows is None else {"rows": digest([rows])}
+        self.fingerprints = {"partition": federation.trained["partition"], **held, **self.fingerprints}
         settings = built_settings(federation)
         settings |= {f"data.{name}": value for name, value in federation.data.hparams.items() if name[0] != "_"}
         # Lightning logs the client module's settings later, and TensorBoard keeps only the first call

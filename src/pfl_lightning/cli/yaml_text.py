@@ -47,18 +47,19 @@ class Size(NamedTuple):
     levels: int
 
 
-def load(text: str) -> Any:
+def load(text: str, loader: type[Any] = Loader) -> Any:
     """Return the content of a YAML text.
 
     Args:
         text: YAML.
+        loader: the reader; ``yaml.BaseLoader`` leaves numbers and truth values as texts, such as a client's code 01.
 
     Raises:
         yaml.YAMLError: if the text isn't YAML, or `check` refuses it.
     """
     check(text)
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, loader)
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from error
 

@@ -30,6 +30,7 @@ from pfl_lightning.data.checks import (
 )
 from pfl_lightning.data.client_data import ClientData, Together, class_counts
 from pfl_lightning.data.division import Division, Pool, redivided
+from pfl_lightning.data.identity import digests
 from pfl_lightning.data.input_drift import InputDrift, changed
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.preparation import as_loaded, prepared, public_samples
@@ -306,6 +307,17 @@ class FederatedDataModule(LightningDataModule, ABC):
             y: targets of the pool.
         """
         return self.task.classes(y)
+
+    def row_contents(self, loaded: Loaded) -> Tree:
+        """Return what tells rows apart, a tree of tensors ``[N, ...]``; by default the loaded inputs and targets.
+
+        Of these are the digests of clients' splits, by which a checkpoint knows its rows again, and the warning of rows
+        that are held twice.
+
+        Args:
+            loaded: the pool, as loaded.
+        """
+        return loaded.x, loaded.y
 
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net, each by itself: uint8 images become (x / 255 - 0.5) / 0.5, others stay.
@@ -672,6 +684,17 @@ class FederatedDataModule(LightningDataModule, ABC):
             client: client id, 0 to num_clients - 1, or one of the `newcomers`.
         """
         return client_names.client_label(client, self.client_names)
+
+    def split_digests(self) -> Tensor | None:
+        """Return digests of each client's splits, int64 ``[num_clients, 3, 3]``; None where samples are at sites.
+
+        The splits are train, val and test. The digests are of the contents of a split's rows in any order; of the
+        contents in their order; and of targets and places in the data, in the rows' order. The first two are 0 where
+        inputs stay in files.
+        """
+        if self.at_sites or self._pool is None:
+            return None
+        return digests(self._pool.keys, self.division, self.num_clients)
 
     @property
     def newcomers(self) -> range:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -177,12 +177,14 @@ class Pool:
         samples: all samples, on the CPU.
         division: the pool positions of each client's samples.
         strata: group of each sample, int64 [N]; zeros without groups.
+        keys: keys by which samples are known again.
     """
 
-    def __init__(self, samples: Samples, division: Division, strata: Tensor) -> None:
+    def __init__(self, samples: Samples, division: Division, strata: Tensor, keys: Any) -> None:
         self.samples = samples
         self.strata = strata
         self.division = division
+        self.keys = keys
         self.copies: dict[torch.device, Samples] = {}
         # memory maps and readers are read one client at a time; a copy on a GPU would read them as a whole
         self._in_memory = all(isinstance(leaf, Tensor) for leaf in leaves_of(samples.x))

@@ -23,9 +23,10 @@ from pfl_lightning.data.checks import (
     rows_of_test_half,
     warn_of_one_class,
 )
-from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.client_names import check_kinds, client_id, owners_of
 from pfl_lightning.data.columns import check_splits, check_times, column_of, numbered
 from pfl_lightning.data.division import Division, Pool, divide
+from pfl_lightning.data.identity import keys_of, may_coincide, warn_of_shared_rows, warn_of_spread_groups
 from pfl_lightning.data.partitioners import Partitioner
 from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.splits import cut_of, stratified_rows
@@ -57,6 +58,9 @@ class Asked(Protocol):
     def strata(self, y: Tree) -> Tensor | None:
         """Return the group of each sample."""
 
+    def row_contents(self, loaded: Loaded) -> Tree:
+        """Return what tells rows apart."""
+
 
 def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
     """Return the result of ``load()`` as `Loaded`, with targets and all in-memory inputs as tensors.
@@ -76,7 +80,7 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
     x = with_leaves(loaded.x, "x of load()")
     # targets are read at once, even from files: strata, class counts and splits need all of them
     y = mapped(with_leaves(loaded.y, "y of load()"), lambda leaf: read(leaf, slice(None)))
-    return Loaded(x, y, loaded.client, loaded.split, loaded.time)
+    return Loaded(x, y, loaded.client, loaded.split, loaded.time, loaded.group)
 
 
 @contextmanager
@@ -104,9 +108,11 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     """
     name, task, count = type(data).__name__, data.task, len(loaded)
     check_pool(loaded, task, name)
+    check_kinds(loaded.client)
     owners = _column("client", loaded.client, count, needed=getattr(data.partitioner, "by_owner", False))
     given = _column("split", loaded.split, count, needed=data.client_split in (None, "given"))
     times = _column("time", loaded.time, count, needed=data.client_split == "time")
+    grouped = _column("group", loaded.group, count, needed=True)
     if given is not None:
         check_splits(given)
     if times is not None:
@@ -114,6 +120,10 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     found = data.strata(loaded.y)
     strata, groups = check_strata(found, count, task, data.partitioner)
     samples = Samples(loaded.x, loaded.y)
+    owner_numbers = None if owners is None else owners_of(owners)
+    # before `preprocess`, whose fitted values may differ where the rows are the same
+    contents = data.row_contents(loaded)
+    keys = keys_of(contents, loaded.y, None if owner_numbers is None else owner_numbers[1])
     is_test = rows_of_test_half(data.original_test, count, name)
     if data.max_samples is not None:
         check_enough(data.max_samples, groups)
@@ -121,8 +131,10 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         kept = stratified_rows(strata, data.max_samples, groups, data.seed)
         samples = Samples(narrowed(samples.x, kept), take(samples.y, kept))
         # all columns follow the subset; a column left behind would pair samples with other samples' clients
-        strata, is_test = strata[kept], is_test[kept]
-        owners, given, times = (None if column is None else column[kept.numpy()] for column in (owners, given, times))
+        strata, is_test, keys = strata[kept], is_test[kept], keys.take(kept)
+        owners, given, times, grouped = (
+            None if column is None else column[kept.numpy()] for column in (owners, given, times, grouped)
+        )
     if task.has_classes:
         warn_of_one_class(name, samples.y)
     check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
@@ -136,6 +148,9 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         raise MisconfigurationException(
             "data.client_test=original: data.client_split=given names the test samples already; take own"
         )
+    groups_of_rows = None if grouped is None else numbered(grouped)[1]
+    if groups_of_rows is not None:
+        check_groups(data, kind)
     # under client_test=original, clients cut no test samples off their own; `divide` draws them from the test half
     test_fraction = data.test_fraction if data.client_test == "own" else 0.0
     division = divide(
@@ -147,12 +162,13 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             None if found is None else strata,
             given,
             None if times is None else numbered(times)[1],
+            groups_of_rows,
             test_fraction,
             data.val_fraction,
             data.val_fold,
             data.seed,
         ),
-        owners=None if owners is None else numbered(owners),
+        owners=None if owners is None else owners_of(owners),
         # the partitioner divides among members and new clients alike, so that new ones are no different clients
         num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
         num_classes=groups,
@@ -169,7 +185,36 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     newcomers = how_many(data.new_clients, data.num_clients or None, len(division.clients))
     given_names = data.new_clients if isinstance(data.new_clients, Sequence) else None
     named = None if given_names is None else positions_of(given_names, division.names, name)
-    return Pool(samples, newcomers_last(division, newcomers, data.seed, named), strata)
+    division = newcomers_last(division, newcomers, data.seed, named)
+    if groups_of_rows is not None:
+        warn_of_spread_groups(groups_of_rows, division, name)
+    if keys.contents is not None:
+        warn_of_shared_rows(keys.contents, division, lambda: may_coincide(contents, count), name)
+    return Pool(samples, division, strata, keys)
+
+
+def check_groups(data: Asked, kind: ClientSplit) -> None:
+    """Refuse settings that would tell the samples of a group apart.
+
+    Args:
+        data: the settings.
+        kind: the way to split a client's samples.
+
+    Raises:
+        MisconfigurationException: with the setting.
+    """
+    wrong = {
+        f"client_split={kind}, which takes samples singly; take random or given": kind in ("stratified", "time"),
+        f"partitioner={type(data.partitioner).__name__}, which deals samples out singly; take Natural": not getattr(
+            data.partitioner, "by_owner", False
+        ),
+        "client_test=original, which tests on samples of all clients; take own": data.client_test == "original",
+        f"central_test={data.central_test}, which takes samples singly; leave it out": data.central_test is not None,
+    }
+    if reasons := [reason for reason, holds in wrong.items() if holds]:
+        raise MisconfigurationException(
+            f"data.group keeps a group's samples on one side of the splits, beside data.{reasons[0]}"
+        )
 
 
 def _column(name: str, values: Any, count: int, needed: bool) -> NDArray[Any] | None:

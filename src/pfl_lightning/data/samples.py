@@ -123,7 +123,7 @@ class Parts(Sequence[Samples]):
 # eq=False: a comparison of tensors returns a tensor, so a generated __eq__ would raise
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """All samples of a data set, with the client, the split and the time of each sample where known.
+    """All samples of a data set, with the client, the split, the time and the group of each sample where known.
 
     Args:
         x: inputs, shape [N, ...], or a tree of arrays. A leaf may be any object with a length that returns rows for
@@ -132,6 +132,8 @@ class Loaded:
         client: owner of each sample, N names or numbers.
         split: ``train``, ``val`` or ``test`` for each sample.
         time: time of each sample, N numbers, dates or sortable texts.
+        group: group of each sample, such as its patient, N names or numbers; a group's samples at a client stay on one
+            side of the client's splits.
     """
 
     x: Tree
@@ -139,6 +141,7 @@ class Loaded:
     client: Sequence[Any] | None = None
     split: Sequence[Any] | None = None
     time: Sequence[Any] | None = None
+    group: Sequence[Any] | None = None
 
     def __len__(self) -> int:
         return rows_in(self.y)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Any, TypeAlias, cast, get_args
 
 import numpy as np
@@ -282,6 +283,7 @@ def cut_of(
     strata: Tensor | None,
     given: NDArray[Any] | None,
     times: Tensor | None,
+    groups: Tensor | None,
     test_fraction: float,
     val_fraction: float,
     val_fold: int | None,
@@ -294,6 +296,8 @@ def cut_of(
         strata: group of each sample of the pool, shape [N], for ``stratified``.
         given: split of each sample of the pool, for ``given``.
         times: a number for each sample's time, shape [N], for ``time``.
+        groups: number of each sample's group, shape [N], whose samples stay together under ``random`` and ``given``;
+            None for none.
         test_fraction: share of test in a client's samples, in [0, 1).
         val_fraction: share of val in the samples outside test, in [0, 1).
         val_fold: number of the fold that validates; None for the first ``val_fraction`` of a client's samples.
@@ -315,14 +319,13 @@ def cut_of(
         if kind == "time" or names_val:
             why = "load() names the val samples" if names_val else "data.client_split=time validates on later samples"
             raise MisconfigurationException(f"data.val_fold={val_fold}: {why}, which have no folds; leave it out")
-        whole = cut_of(kind, strata, given, times, test_fraction, val_fraction, None, seed)
-        folds, groups = number_of_folds(val_fraction), strata if kind == "stratified" else None
-        return lambda shares: fold_of(whole(shares), val_fold, folds, groups)
+        whole = cut_of(kind, strata, given, times, groups, test_fraction, val_fraction, None, seed)
+        folds, mix = number_of_folds(val_fraction), strata if kind == "stratified" else None
+        return lambda shares: fold_of(whole(shares), val_fold, folds, mix, groups)
     if kind == "stratified":
-        groups = cast(Tensor, strata)
+        mix = cast(Tensor, strata)
         return lambda shares: [
-            stratified_split(rows, client, groups, test_fraction, val_fraction, seed)
-            for client, rows in enumerate(shares)
+            stratified_split(rows, client, mix, test_fraction, val_fraction, seed) for client, rows in enumerate(shares)
         ]
     if kind == "time":
         return lambda shares: [time_split(rows, cast(Tensor, times), test_fraction, val_fraction) for rows in shares]
@@ -330,11 +333,19 @@ def cut_of(
         named = cast(NDArray[Any], given).astype(str)
         # a data set that names val samples anywhere means them: no client gets drawn ones beside
         share = 0.0 if bool((named == "val").any()) else val_fraction
-        return lambda shares: [given_split(rows, client, named, share, seed) for client, rows in enumerate(shares)]
+        return lambda shares: [
+            given_split(rows, client, named, share, seed, groups) for client, rows in enumerate(shares)
+        ]
+    if groups is not None:
+        return lambda shares: [
+            grouped_split(rows, client, groups, test_fraction, val_fraction, seed) for client, rows in enumerate(shares)
+        ]
     return lambda shares: split_clients(shares, test_fraction, val_fraction, seed)
 
 
-def fold_of(clients: Sequence[Parts], fold: int, folds: int, strata: Tensor | None = None) -> list[Parts]:
+def fold_of(
+    clients: Sequence[Parts], fold: int, folds: int, strata: Tensor | None = None, groups: Tensor | None = None
+) -> list[Parts]:
     """Validate on another fold of each client's samples outside test, so that each of them validates in one fold.
 
     Samples go to the folds in turn, at each client from another fold on: of clients with less samples than folds, each
@@ -345,6 +356,7 @@ def fold_of(clients: Sequence[Parts], fold: int, folds: int, strata: Tensor | No
         fold: number of the fold, in [0, folds).
         folds: number of folds, at least 2.
         strata: group of each sample of the pool, shape [N], whose mix each fold keeps; None keeps none.
+        groups: number of each sample's group, shape [N], whose samples go to one fold; None for samples by themselves.
 
     Raises:
         MisconfigurationException: if no client has a sample in the fold.
@@ -355,8 +367,9 @@ def fold_of(clients: Sequence[Parts], fold: int, folds: int, strata: Tensor | No
         rows = torch.cat([parts["val"], parts["train"]])
         if strata is not None:
             rows = rows[strata[rows].argsort(stable=True)]
-        is_val = (torch.arange(len(rows)) + client) % folds == fold
-        if len(rows) == 1:
+        places = torch.arange(len(rows)) if groups is None else in_order(groups[rows])
+        is_val = (places + client) % folds == fold
+        if len(places) and bool((places == places[0]).all()):
             is_val[:] = False
         found.append({**parts, "val": rows[is_val], "train": rows[~is_val]})
     if not any(len(parts["val"]) for parts in found):
@@ -397,6 +410,75 @@ def _drawn(rows: Tensor, strata: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return rows[torch.from_numpy(chosen)], rows[torch.from_numpy(~chosen)]
 
 
+def grouped_split(
+    rows: Tensor, client: int, groups: Tensor, test_fraction: float, val_fraction: float, seed: int
+) -> Parts:
+    """Split at random, and keep the samples of each group in one split.
+
+    Groups are taken in random order if they bring a split nearer to the size of `split_clients`; a split whose fraction
+    is not 0 gets the smallest group if none does.
+
+    Args:
+        rows: pool positions of the client's samples.
+        client: client id.
+        groups: number of each sample's group, shape [N].
+        test_fraction: share of test in all samples, in [0, 1).
+        val_fraction: share of val in the samples outside test, in [0, 1).
+        seed: seed of the shuffle, 0 or more.
+
+    Raises:
+        MisconfigurationException: if the client has less groups than splits.
+    """
+    mixed = shuffled(rows, client, seed)
+    places = in_order(groups[mixed])
+    sizes = places.bincount()
+    wanted: dict[Split, int] = dict(
+        zip(("test", "val"), part_sizes(len(rows), test_fraction, val_fraction), strict=True)
+    )
+    wanted = {split: size for split, size in wanted.items() if size > 0}
+    if len(sizes) <= len(wanted):
+        raise MisconfigurationException(
+            f"data.group: client {client} has samples of {len(sizes)} groups, too few for train, "
+            f"{' and '.join(wanted)}; leave the client out, or set test_fraction or val_fraction to 0"
+        )
+    left = list(range(len(sizes)))
+    parts: Parts = {}
+    for number, (split, size) in enumerate(wanted.items()):
+        taken: list[int] = []
+        held = 0
+        for group in list(left):
+            # each later split, and train, needs a group
+            if len(left) <= len(wanted) - number:
+                break
+            if held + int(sizes[group]) / 2 <= size:
+                taken.append(group)
+                left.remove(group)
+                held += int(sizes[group])
+        if not taken:
+            taken = [min(left, key=lambda group: int(sizes[group]))]
+            left.remove(taken[0])
+        parts[split] = mixed[torch.isin(places, torch.tensor(taken))]
+    nothing = rows[:0]
+    return {
+        "test": parts.get("test", nothing),
+        "val": parts.get("val", nothing),
+        "train": mixed[torch.isin(places, torch.tensor(left))],
+    }
+
+
+def in_order(groups: Tensor) -> Tensor:
+    """Return the number of each sample's group, counted from 0 in the order of first samples.
+
+    >>> in_order(torch.tensor([7, 3, 7, 9]))
+    tensor([0, 1, 0, 2])
+
+    Args:
+        groups: group of each sample, shape [n].
+    """
+    _, first, places = np.unique(groups.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[places])
+
+
 def time_split(rows: Tensor, times: Tensor, test_fraction: float, val_fraction: float) -> Parts:
     """Train on the oldest samples, validate on later ones, and test on the newest.
 
@@ -416,7 +498,9 @@ def time_split(rows: Tensor, times: Tensor, test_fraction: float, val_fraction: 
     return dict(zip(get_args(Split), torch.split(ordered, sizes), strict=True))
 
 
-def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: float, seed: int) -> Parts:
+def given_split(
+    rows: Tensor, client: int, named: NDArray[Any], val_fraction: float, seed: int, groups: Tensor | None = None
+) -> Parts:
     """Split as the data set says; draw val from train if ``val_fraction`` isn't 0.
 
     Args:
@@ -425,9 +509,23 @@ def given_split(rows: Tensor, client: int, named: NDArray[Any], val_fraction: fl
         named: split of each sample of the pool, shape [N].
         val_fraction: share of val in the training samples, in [0, 1).
         seed: seed of the draw, 0 or more.
+        groups: number of each sample's group, shape [N]; None for none.
+
+    Raises:
+        MisconfigurationException: if the data set names several splits for a group's samples.
     """
     of_rows = named[rows.numpy()]
     parts: Parts = {split: rows[torch.from_numpy(of_rows == split)] for split in get_args(Split)}
+    if groups is not None:
+        for one, other in combinations(parts, 2):
+            if spread := np.intersect1d(groups[parts[one]], groups[parts[other]]).size:
+                raise MisconfigurationException(
+                    f"data.group: {spread} groups of client {client} have both {one} and {other} samples by the data's "
+                    "own splits; correct these, or take client_split=random"
+                )
+        if val_fraction > 0 and len(parts["train"]):
+            parts |= {**grouped_split(parts["train"], client, groups, 0.0, val_fraction, seed), "test": parts["test"]}
+        return parts
     if val_fraction > 0 and len(parts["train"]):
         parts |= {**split_client(parts["train"], client, 0.0, val_fraction, seed), "test": parts["test"]}
     return parts

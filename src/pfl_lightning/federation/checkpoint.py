@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import date, timedelta
 from enum import Enum
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
+from pfl_lightning.data.client_names import compared, two_spellings
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Job
 from pfl_lightning.messages import CPU, Row, tensors, tree_map
@@ -143,8 +144,7 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
 
     Named clients are paired by name. For an evaluation the data may hold other samples, and only some of the clients.
     When clients join, the new ones are those with names unknown to the federation. Unnamed clients must be the
-    federation's own: the same number of clients and of samples each, and for an evaluation the same fingerprint of the
-    partition.
+    federation's own: the same number of clients and of samples each, and for an evaluation the same training rows.
 
     Args:
         saved: the federation's record, as in the checkpoint's entry ``federation``.
@@ -176,7 +176,9 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
             f"{subject(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have "
             "been trained on; take the same number."
         )
-    if use != "fit" and "partition" in saved and saved["partition"] != fingerprint(data):
+    rows = other_rows(saved, data)
+    is_other = rows is not None and bool(rows[:, 0].any())
+    if use != "fit" and (is_other or ("partition" in saved and saved["partition"] != fingerprint(data))):
         raise MisconfigurationException(
             f"{subject(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
             "same data, partitioner and data.seed, or data with client names."
@@ -201,6 +203,11 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
         # Same clients in the same order; clients drawn as new by data.new_clients have names of their own at the end.
         return False
     known = set(then)
+    spelled = {compared(name): name for name in then}
+    for name in every:
+        # 'bremen' beside Bremen would be a new client, tested on the rows that Bremen trained on
+        if name not in known and compared(name) in spelled:
+            raise two_spellings(f"{subject(saved)} and data", spelled[compared(name)], name)
     new = [name for name in every if name not in known]
     if use == "test" and (strange := [name for name in new if name not in drawn]):
         raise MisconfigurationException(
@@ -208,17 +215,75 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
             "trainer.join."
         )
     data.arrange(then)
-    if use == "test" and data.client_split not in ("given", "time"):
-        rank_zero_warn(
-            f"data.client_split={data.client_split}: random splits depend on a client's position in the data, which "
-            "differs from the checkpoint's run, so test samples may have been trained on; if the samples are the "
-            "same, take client_split=given or time."
-        )
     if use == "join":
         rank_zero_info(f"new clients, whose names the checkpoint doesn't know: {listed(new)}.")
     elif absent := known.difference(every):
         rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
     return True
+
+
+def other_rows(saved: Mapping[str, Any], data: FederatedDataModule, in_order: bool = False) -> Tensor | None:
+    """Return whether each split of a client holds other rows than in a federation, bool ``[clients, 3]``.
+
+    Clients without rows here hold no other ones.
+
+    Args:
+        saved: the federation's record.
+        data: the data module, set up, with the federation's clients.
+        in_order: whether the same rows in another order count as other ones.
+
+    Returns:
+        For each client train, val and test; None where the samples are at sites, or the record has no digests.
+    """
+    then: Tensor | None = saved.get("rows")
+    with data.at_round(1):
+        now = data.split_digests()
+    if then is None or now is None or len(then) != len(now):
+        return None
+    # inputs in files aren't read, and there targets and places tell
+    kind = int(in_order) if then[..., 0].any() and now[..., 0].any() else 2
+    return (then[..., kind] != now[..., kind]) & now.any(2).any(1, keepdim=True)
+
+
+def check_rows(saved: Mapping[str, Any], data: FederatedDataModule) -> None:
+    """Refuse to train on with other rows than a federation's, or with the same rows in another order or other splits.
+
+    Raises:
+        MisconfigurationException: if a split of a client holds other rows.
+    """
+    other = other_rows(saved, data, in_order=True)
+    if other is None or not other.any():
+        return
+    clients = other.any(1).nonzero().flatten().tolist()
+    split = get_args(Split)[int(other[clients[0]].int().argmax())]
+    is_moved = not cast(Tensor, other_rows(saved, data)).any()
+    raise MisconfigurationException(
+        f"{subject(saved)}'s clients hold {'the same rows in another order' if is_moved else 'other rows'} than the "
+        f"data's clients ({len(clients)} of {len(other)}, first the {split} rows of client "
+        f"{data.client_label(clients[0])}); resume with the same data, partitioner and data.seed."
+    )
+
+
+def warn_of_rows(saved: Mapping[str, Any], data: FederatedDataModule, split: Split, clients: Sequence[int]) -> None:
+    """Warn of clients whose rows to evaluate on are others than in a federation, which may have trained on them.
+
+    Args:
+        saved: the federation's record.
+        data: the data module, set up, with the federation's clients.
+        split: the split to evaluate on.
+        clients: the clients to evaluate.
+    """
+    other = other_rows(saved, data)
+    if other is None:
+        return
+    place = get_args(Split).index(split)
+    known = [client for client in clients if client < len(other) and data.size(client, split)]
+    if changed := [client for client in known if other[client, place]]:
+        rank_zero_warn(
+            f"{subject(saved)}: {split} rows of {len(changed)} of {len(known)} clients, first of client "
+            f"{data.client_label(changed[0])}, are others than in the run, and may be rows that were trained on; take "
+            "the data of the run, its data.seed and the order of its rows, or name splits by data.client_split=given."
+        )
 
 
 def check_sizes(saved: Mapping[str, Any], data: FederatedDataModule) -> None:

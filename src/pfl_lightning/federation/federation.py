@@ -52,7 +52,17 @@ from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
-from pfl_lightning.federation.checkpoint import check_same, is_storable, pair_clients, saved_states, storable, subject
+from pfl_lightning.federation.checkpoint import (
+    check_rows,
+    check_same,
+    is_storable,
+    other_rows,
+    pair_clients,
+    saved_states,
+    storable,
+    subject,
+    warn_of_rows,
+)
 from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
 from pfl_lightning.federation.learning import FirstRounds, any_changed
 from pfl_lightning.federation.local_noise import check_shared, noised
@@ -138,8 +148,8 @@ class Federation(LightningModule):
         )
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
-        """Identity of the clients, for pairing with a checkpoint: ``names``, ``sizes``, the ``partition``'s fingerprint
-        and ``settings``."""
+        """Identity of the clients, for pairing with a checkpoint: ``names``, ``sizes``, the ``partition``'s
+        fingerprint, digests of ``rows`` and ``settings``."""
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
         self.spent: dict[int, list[Release]] = {}
@@ -300,6 +310,8 @@ class Federation(LightningModule):
         if self.seed is not None:
             if self.data is not self._met:
                 self._meet(self.trained)
+                if self._fitting:
+                    check_rows(self.trained, self.data)
             # A later fit or evaluation continues with this state; only another data module is paired anew.
             return
         self._keep_trained({})
@@ -343,10 +355,24 @@ class Federation(LightningModule):
             "names": data.client_names[: data.num_clients],
             "sizes": list(self.sizes(range(data.num_clients), "train").values()),
             "partition": fingerprint(data),
+            "rows": self._digests(),
             "settings": self.settings,
             "preprocessing": data.preprocessing,
         }
         self.trained |= {name: saved[name] for name in self.trained if name in saved}
+
+    def warn_of_test_rows(self, clients: Sequence[int]) -> None:
+        """Warn of clients whose test rows are others than when the federation was trained.
+
+        Args:
+            clients: ids of clients that predict for their test rows.
+        """
+        warn_of_rows(self.trained, self.data, "test", clients)
+
+    def _digests(self) -> Tensor | None:
+        """Return digests of the first round's splits, by which a checkpoint knows its clients' rows again."""
+        with self.data.at_round(1):
+            return self.data.split_digests()
 
     def _meet(self, saved: Mapping[str, Any]) -> bool:
         """Pair the data module's clients with a federation's clients.
@@ -372,11 +398,16 @@ class Federation(LightningModule):
                 "data that it was trained with."
             )
         self._met, when = self.data, self.options.evaluate
-        if use == "test" and when != "before" and "partition" in saved and saved["partition"] != fingerprint(self.data):
+        others = other_rows(saved, self.data)
+        is_other = others is not None and bool(others.any())
+        if use == "test" and when != "before" and (is_other or saved.get("partition") != fingerprint(self.data)):
             raise MisconfigurationException(
                 f"trainer.evaluate={when} shows metrics kept from clients' training, and data holds other samples "
                 "now; take evaluate=before."
             )
+        if use == "test":
+            split: Split = "val" if self.trainer.state.fn == TrainerFn.VALIDATING else "test"
+            warn_of_rows(saved, self.data, split, range(self.data.num_clients))
         return changed
 
     def _check_fitted(self) -> None:
@@ -1419,7 +1450,7 @@ class Federation(LightningModule):
         whole = self._saves_common
         return {
             "method": self.method,
-            **{name: self.trained[name] for name in ("names", "sizes", "partition")},
+            **{name: self.trained[name] for name in ("names", "sizes", "partition", "rows")},
             "round": self.round,
             "lr_factor": self.lr_factor,
             "seed": self.seed,
@@ -1537,9 +1568,13 @@ class Federation(LightningModule):
             check_rounds(self.round, self.trainer.max_epochs)
             # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
+            # other settings are told first, and then other rows, on which fitted values depend
+            if not changes(state.get("settings", {}), self.settings):
+                check_rows(state, self.data)
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
+            check_rows(state, self.data)
 
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""

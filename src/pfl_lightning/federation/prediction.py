@@ -250,6 +250,7 @@ class Asked:
         rows: raw rows for all of ``clients``; None takes each client's test split.
         data: returns the data module.
         kept: returns the models of clients that may not be in the data, by name.
+        tested: takes the ids of the clients that predict for their own test split, before the first prediction.
     """
 
     def __init__(
@@ -258,11 +259,13 @@ class Asked:
         rows: Any,
         data: Callable[[], FederatedDataModule],
         kept: Callable[[], KeptModels],
+        tested: Callable[[Sequence[int]], None] = lambda clients: None,
     ) -> None:
         self.clients = clients
         self.rows = rows
         self._data = data
         self._kept = kept
+        self._tested = tested
 
     @cached_property
     def found(self) -> list[tuple[int | str, Any]]:
@@ -289,6 +292,7 @@ class Asked:
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._data()
+        self._tested([client for client, rows in self.found if rows is None and isinstance(client, int)])
         for client, rows in self.found:
             source, known = data, client
             if isinstance(client, str):

@@ -23,6 +23,7 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.cli.load_config import Configured, complaint, configured
 from pfl_lightning.cli.usage import silence
 from pfl_lightning.cli.yaml_text import load
+from pfl_lightning.data.client_names import is_integer
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths, texts
 from pfl_lightning.flower.client_app import END, Worker, app_of
 from pfl_lightning.flower.first_exchange import kept, take_over
@@ -418,7 +419,8 @@ def keys_in(
         MisconfigurationException: if the file can't be read so.
     """
     try:
-        return {public_key(key): clients_in(value, names, joins) for key, value in load(path.read_text()).items()}
+        lines = load(path.read_text(), yaml.BaseLoader).items()
+        return {public_key(key): clients_in(value, names, joins) for key, value in lines}
     except (OSError, ValueError, AttributeError, yaml.YAMLError, MisconfigurationException) as error:
         raise MisconfigurationException(
             f"{setting}={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
@@ -442,13 +444,12 @@ def clients_in(value: Any, names: Sequence[str] = (), joins: bool = False) -> di
         ValueError: if the value is of another form, or the limit out of its range.
     """
     settings = value if isinstance(value, Mapping) else {"clients": value}
-    most = settings.get("max-samples", MOST_SAMPLES)
+    given = str(settings.get("max-samples", MOST_SAMPLES))
     if "clients" not in settings or not settings.keys() <= {"clients", "max-samples"}:
         raise ValueError(f"{' and '.join(map(str, settings)) or 'nothing'} in the place of clients and max-samples")
-    # YAML reads "yes" as a truth value, which isinstance would take for an int
-    if type(most) is not int or not 0 < most <= MOST_SAMPLES:
-        raise ValueError(f"max-samples={most} is no number from 1 to {MOST_SAMPLES}")
-    return dict.fromkeys(ids_of(str(settings["clients"]), names, joins), most)
+    if not is_integer(given) or not 0 < int(given) <= MOST_SAMPLES:
+        raise ValueError(f"max-samples={given} is no number from 1 to {MOST_SAMPLES}")
+    return dict.fromkeys(ids_of(str(settings["clients"]), names, joins), int(given))
 
 
 def public_key(text: str) -> str:

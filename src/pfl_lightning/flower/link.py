@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data.client_names import client_label
+from pfl_lightning.data.client_names import client_label, distinct
 from pfl_lightning.flower.first_exchange import TOLD, FirstExchange, pieces
 from pfl_lightning.flower.greeting import check_settings, fingerprint
 from pfl_lightning.flower.template import Refused, plain
@@ -727,6 +727,10 @@ class Link:
                     f"it says that it has a client {name!r}, which the server's list doesn't give to its key."
                 )
             check_amounts(name, sizes[name], MOST_SAMPLES if permitted is None else permitted[name], self.keys is None)
+        try:
+            distinct([*self.names, *sorted(others), *new], "new ones")
+        except MisconfigurationException as error:
+            raise Refused(f"of the clients that it says it has, {error}.") from None
 
     def _check_claim(
         self,

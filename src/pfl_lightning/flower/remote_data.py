@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
+from pfl_lightning.data.client_names import distinct
 from pfl_lightning.data.datamodule import ClientLoader
 from pfl_lightning.data.division import Division
 
@@ -177,9 +178,9 @@ def remote_data(
             f"data.new_clients={data.new_clients}: whoever has a site takes part; leave it out."
         )
     check_drift(data)
-    if names and (len(names) != data.num_clients or len(set(names)) < len(names)):
+    if names and len(distinct(names, "names")) != data.num_clients:
         raise MisconfigurationException(
-            f"names={', '.join(names)!r} must be {data.num_clients} different names, as data.num_clients says; correct "
+            f"names={', '.join(names)!r} must be {data.num_clients} names, as data.num_clients says; correct "
             "one of the two."
         )
     # without __init__, where Lightning collects hyperparameters out of the calling frames; a subclass of the module's

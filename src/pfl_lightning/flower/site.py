@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
-from pfl_lightning.data.client_names import client_id
+from pfl_lightning.data.client_names import client_id, compared, is_integer
 from pfl_lightning.flower.greeting import fingerprint
 from pfl_lightning.flower.remote_data import check_drift
 from pfl_lightning.flower.template import Refused
@@ -253,18 +253,21 @@ def ids_of(clients: str, names: Sequence[str], joins: bool = False) -> list[int 
     Raises:
         MisconfigurationException: if there is no client, or a word is none.
     """
-    one = joins and not all(word in names or word.isdecimal() for word in clients.split())
+    one = joins and not all(word in names or is_integer(word) for word in clients.split())
     by_comma = names and ("," in clients or clients in names or one)
     words = [word.strip() for word in clients.split(",")] if by_comma else clients.split()
-    if not words or not (names or all(word.isdecimal() for word in words)):
+    if not words or not (names or all(map(is_integer, words))):
         raise MisconfigurationException(
             f"clients={clients!r} are no ids of clients; give the site's, such as --node-config 'clients=\"0 3\"', or "
             "names that the server's setting `names` has."
         )
-    given = [int(word) if word.isdecimal() and word not in names else word for word in words]
+    given = [int(word) if is_integer(word) and word not in names else word for word in words]
     if not names:
         return list(map(int, words))
+    known = {compared(name) for name in names}
     return [
-        word if joins and isinstance(word, str) and word not in names else client_id(word, names, len(names), "clients")
+        word
+        if joins and isinstance(word, str) and compared(word) not in known
+        else client_id(word, names, len(names), "clients")
         for word in given
     ]

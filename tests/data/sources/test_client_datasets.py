@@ -8,7 +8,19 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from federations import CLASSES, FEATURES, equal, fit, make_client, near, plain, points, same_end, untimed
+from federations import (
+    CLASSES,
+    FEATURES,
+    equal,
+    fit,
+    known_by_place,
+    make_client,
+    near,
+    plain,
+    points,
+    same_end,
+    untimed,
+)
 from pfl_lightning.data import ClientDatasets, Natural, TensorData
 from pfl_lightning.data.sources import client_datasets
 from pfl_lightning.methods import Ditto, FedAvg, FedPer, PACClient
@@ -85,7 +97,7 @@ def test_items_in_memory_are_trained_on_as_tensors_are(method, engine):
 
 def test_a_batch_at_a_time_gives_what_memory_gives():
     memory, batches = (fit(make_client(net=plain), named(resident=resident)) for resident in (True, False))
-    assert equal(memory.federation.federation_state(), batches.federation.federation_state())
+    assert equal(known_by_place(memory), known_by_place(batches))
     assert near(untimed(memory.rows), untimed(batches.rows))
 
 
@@ -236,6 +248,9 @@ class Stream(IterableDataset):
         ({"Ulm": (Noted(9, transform=shaken), Noted(9))}, {"val_fraction": 0.2}, "val_fraction=0.2"),
         ({"Ulm": Noted(9)}, {"num_workers": -1}, "num_workers=-1"),
         ({"Ulm": [torch.zeros(2), torch.zeros(3)]}, {}, "Tensor"),
+        (["Ulm", "Ulm"], {"read": lambda name: Noted(9)}, "'Ulm' is the name of two clients"),
+        ({1: Noted(9), "1": Noted(9)}, {}, "1 and '1'"),
+        ({"Ulm": Noted(9), "ulm ": Noted(9)}, {}, "'Ulm' and 'ulm '"),
         ({"Ulm": Noted(9)}, {"collate_fn": lambda items: torch.zeros(3)}, "returned a Tensor"),
     ],
 )

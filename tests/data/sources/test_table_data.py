@@ -635,3 +635,17 @@ def test_class_labels_are_in_the_state():
     ]
     assert labels == [["blue", "green", "red"], ["red", "green", "blue"], ["False", "True"]]
     assert ready(frame()).state_dict()["classes"] == []
+
+
+def test_codes_of_clients_stay_texts(tmp_path):
+    codes = np.array(["1", "01", "2"]).repeat(COUNT // 3)
+    frame().assign(shop=codes).to_csv(tmp_path / "shops.csv", index=False)
+    assert ready(tmp_path / "shops.csv", features=["width"]).client_names == ["01", "1", "2"]
+    # as an input the column is of numbers, as before
+    data = ready(tmp_path / "shops.csv", features=["width", "shop"])
+    assert data.client_names == ["01", "1", "2"] and data.part(0, "train").x[:, 1].unique().tolist() == [1.0]
+
+
+def test_numbers_of_clients_stay_in_their_order(tmp_path):
+    frame().assign(shop=np.array([10, 2, 1]).repeat(COUNT // 3)).to_csv(tmp_path / "shops.csv", index=False)
+    assert ready(tmp_path / "shops.csv", features=["width"]).client_names == ["1", "2", "10"]

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from pfl_lightning.data.checks import READ, SAMPLES, check_integers, differs, seeded
+from pfl_lightning.data.client_names import distinct
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
+from pfl_lightning.data.identity import mixed, warn_of_shared_rows
 from pfl_lightning.data.samples import Loaded, Samples, Split
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.tensor_data import shape_of
@@ -146,6 +148,9 @@ class ClientDatasets(OwnedData):
             return samples
         # `max_samples` leaves some positions of the reader
         rows = getattr(samples.x, "rows", np.arange(len(self._reader)))
+        # items aren't read to compare them, so that only one and the same item is found
+        origins = np.concatenate([origin_of(dataset) for dataset in self._reader.datasets])[rows]
+        warn_of_shared_rows(mixed(origins), division, lambda: False, type(self).__name__)
         return Items(samples.x, samples.y, self._reader, torch.from_numpy(rows))
 
     @property
@@ -166,7 +171,7 @@ def given_by(clients: Any, read: Callable[[str], Any] | None) -> Iterator[tuple[
         read: the argument of `ClientDatasets`.
 
     Raises:
-        MisconfigurationException: there are no clients, names are given without ``read``, or ``read`` fails.
+        MisconfigurationException: there are no clients, two names are spellings of one, or ``read`` fails.
     """
     if isinstance(clients, str) or not isinstance(clients, (Mapping, Sequence)) or not len(clients):
         raise MisconfigurationException(
@@ -174,18 +179,20 @@ def given_by(clients: Any, read: Callable[[str], Any] | None) -> Iterator[tuple[
             '{"Bremen": (train, test)}, or a list of Datasets, with at least one client'
         )
     if read is None:
-        pairs = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
-        yield from ((str(name), given) for name, given in pairs)
+        pairs = dict(clients) if isinstance(clients, Mapping) else dict(enumerate(clients))
+        yield from zip(distinct(pairs, "data.clients"), pairs.values(), strict=True)
         return
-    for name in clients:
+    # compared before anything is read, and `read` gets each name as given
+    names = list(clients)
+    for spelled, name in zip(distinct(names, "data.clients"), names, strict=True):
         try:
             given = read(name)
         except Exception as error:
             raise MisconfigurationException(
-                f"data.read: client {str(name)!r} can't be read ({said(error)}); correct the function or this client's "
+                f"data.read: client {spelled!r} can't be read ({said(error)}); correct the function or this client's "
                 "files, or leave the client out"
             ) from error
-        yield str(name), given
+        yield spelled, given
 
 
 def said(error: Exception) -> str:
@@ -607,6 +614,20 @@ class Items(Samples):
             rows: positions of each batch's samples.
         """
         return (Samples(*batch) for batch in self.reader.batches(self.rows[each.cpu()] for each in rows))
+
+
+def origin_of(dataset: Any) -> NDArray[np.uint64]:
+    """Return a number for each item, equal for the same item of the same Dataset.
+
+    Args:
+        dataset: a Dataset; subsets and concatenations are looked into.
+    """
+    if type(dataset) is Subset:
+        return origin_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([origin_of(part) for part in dataset.datasets])
+    items: NDArray[np.uint64] = np.arange(len(dataset)).astype(np.uint64)
+    return items + mixed(np.full(1, id(dataset), dtype=np.uint64))
 
 
 def targets_in(dataset: Any) -> Tensor | None:

@@ -15,10 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pfl_lightning.data.client_names import codes_kept
 from pfl_lightning.data.columns import DATE, NUMBER, is_number, mostly
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.division import Division
 from pfl_lightning.data.files import read_checkpoint
+from pfl_lightning.data.identity import keys_of_texts
 from pfl_lightning.data.preprocessing import (
     CHUNK,
     RANGE,
@@ -64,6 +66,7 @@ from pfl_lightning.data.sources.columns import (
     vocabulary,
     without_empty,
 )
+from pfl_lightning.data.trees import Tree
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import MultiLabel, Regression, Task
 
@@ -114,6 +117,8 @@ class TableData(OwnedData):
         drop_missing_target: leave rows without a target out, which are refused otherwise.
         fitted: a checkpoint of a run with such a table, whose fitted values are taken in the place of fitting anew;
             under ``by=client``, clients unknown to the checkpoint are fitted on their own training rows.
+        group: column of each row's group, such as the patient; a client's rows of one group are on one side of its
+            splits.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
@@ -159,6 +164,7 @@ class TableData(OwnedData):
         preprocessing: Preprocessing | Literal["auto"] | None = None,
         drop_missing_target: bool = False,
         fitted: str | Path | None = None,
+        group: str | None = None,
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
@@ -177,10 +183,10 @@ class TableData(OwnedData):
         self._path = Path(path) if isinstance(path, str | os.PathLike) else path
         self._where = str(self._path) if isinstance(self._path, Path) else "the data frame"
         self._csv = {"decimal": decimal, "sep": separator}
-        self._others = {"client": client, "split": split_column, "time": time}
+        self._others = {"client": client, "split": split_column, "time": time, "group": group}
         # only the header is read here, so that a wrong name is refused before a large file is read
         there = column_names(self._path, self._csv)
-        named = {"client": client, "split_column": split_column, "time": time}
+        named = {"client": client, "split_column": split_column, "time": time, "group": group}
         self._features, self._targets = chosen_columns(there, features, target, **named)
         if self._settings is not None:
             check_named(self._settings, self._features)
@@ -287,8 +293,15 @@ class TableData(OwnedData):
             self.standardize, self._features, self._vocabularies = self._asked
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
-        # a column that had texts in training has them here too, so that 01 doesn't become 1
-        table = read_table(self._path, wanted, self._csv, self._text_columns if self.adopted else ())
+        # names of clients and groups are read as texts, since client 01 isn't client 1
+        is_csv = isinstance(self._path, Path) and self._path.suffix == ".csv"
+        by_role = {
+            role: column for role in ("client", "group") if is_csv and (column := self._others[role]) is not None
+        }
+        apart = set(by_role.values()) - {*self._features, *self._targets, self._others["time"]}
+        # and a column that had texts in training has them here too, so that 01 doesn't become 1
+        kept = self._text_columns if self.adopted else ()
+        table = read_table(self._path, wanted, self._csv, [*apart, *kept])
         if self.drop_missing_target:
             table = table[table[self._targets].notna().all(axis=1)]
             if table.empty:
@@ -303,6 +316,10 @@ class TableData(OwnedData):
             self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
+        for role, column in by_role.items():
+            # a column that is an input too was read as inputs are
+            texts = table if column in apart else read_table(self._path, [column], self._csv, [column]).loc[table.index]
+            columns[role] = codes_kept(texts[column])
         if (time := self._others["time"]) is not None and getattr(table[time].dtype, "ordered", False):
             # an ordered category sorts by its own order ("first", "second") and not by the alphabet; pandas codes gaps
             # as -1
@@ -324,6 +341,25 @@ class TableData(OwnedData):
         }
         self._labels = self._labels_of(table)
         return Loaded(x, targets_of(y if y.shape[1] > 1 else y[:, 0]), **columns)
+
+    def row_contents(self, loaded: Loaded) -> Tree:
+        """Return the raw columns and the targets under ``preprocessing``, else the loaded inputs and targets.
+
+        Args:
+            loaded: the pool, as loaded.
+        """
+        if self._settings is None:
+            return super().row_contents(loaded)
+        raw = self._raw if isinstance(self._raw, dict) else columns_of(self._raw)
+        columns = []
+        for values in raw.values():
+            if isinstance(values, tuple):
+                # by the texts, as codes depend on the texts of other rows; the last one is of gaps
+                codes, words = values
+                columns.append(keys_of_texts([*words, ""])[torch.from_numpy(codes)])
+            else:
+                columns.append(torch.from_numpy(values))
+        return columns, loaded.y
 
     def _adopt_columns(self) -> None:
         """Take features and vocabularies of a checkpoint, unless made by another kind of preprocessing."""
@@ -1110,6 +1146,24 @@ def fitted_of(path: Path, name: str) -> dict[str, Any]:
     if "table" not in state:
         raise MisconfigurationException(f"{owner} is no checkpoint of a run with a {name}; give one, such as last.ckpt")
     return cast(dict[str, Any], state)
+
+
+def columns_of(table: Any) -> dict[str, Any]:
+    """Return the columns of a data frame by name: numbers, or pairs of codes and texts.
+
+    Args:
+        table: a pandas data frame.
+    """
+    factorize = package("pandas", "tables", "TableData").factorize
+    found: dict[str, Any] = {}
+    for name in table:
+        values = table[name]
+        if values.dtype.kind in "biuf":
+            found[name] = values.to_numpy(dtype=np.float64, na_value=np.nan)
+        else:
+            codes, texts = factorize(values.astype(str).to_numpy())
+            found[name] = codes, [str(text) for text in texts]
+    return found
 
 
 def take_rows(raw: Any, rows: NDArray[np.int64]) -> Any:

@@ -30,6 +30,8 @@ class TensorData(OwnedData):
         time: time of each sample.
         input_shape: shape of an input for the net; None takes the shape of ``x``, of the first array in a dict or
             tuple.
+        group: group of each sample, such as its patient, N names or numbers; a client's samples of one group are on one
+            side of its splits.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
@@ -45,17 +47,17 @@ class TensorData(OwnedData):
         split: Any = None,
         time: Any = None,
         input_shape: tuple[int, ...] | None = None,
+        group: Any = None,
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
         self._x, self._y = (numbers_in(name, values) for name, values in (("x", x), ("y", y)))
-        self._columns = opened("client", client), opened("split", split), opened("time", time)
+        self._columns = opened("client", client), opened("split", split), opened("time", time), opened("group", group)
         self.input_shape = shape_of(self._x) if input_shape is None else tuple(input_shape)
 
     def load(self) -> Loaded:
         """Return the given samples."""
-        client, split, time = self._columns
-        return Loaded(self._x, targets_of(self._y), client, split, time)
+        return Loaded(self._x, targets_of(self._y), *self._columns)
 
 
 def numbers_in(name: str, values: Any) -> Tree:
