@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from random import Random
 from typing import Any, TypeAlias, cast
@@ -13,12 +14,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
 
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientState, Engine, Job
-from pfl_lightning.engines.evaluation import POOLED, ROWS, pooled_value
+from pfl_lightning.engines.evaluation import POOLED, ROWS, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.messages import Message
-from pfl_lightning.tasks import Monitor, Task
+from pfl_lightning.tasks import Monitor
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
 """A client's metrics by split."""
@@ -46,7 +48,7 @@ class Evaluations:
         job_of: returns a client's job in the federation's current state.
         received_of: returns a client's state and payload in the federation's current state.
         sizes_of: returns clients' numbers of samples.
-        task: the prediction task.
+        client: the client module, for `pooled_of`.
         monitor: the metric that selects the best round.
     """
 
@@ -57,7 +59,7 @@ class Evaluations:
         job_of: JobOf,
         received_of: ReceivedOf,
         sizes_of: SizesOf,
-        task: Task,
+        client: ClientModule,
         monitor: Monitor,
     ) -> None:
         self.options = options
@@ -66,7 +68,7 @@ class Evaluations:
         self.received_of = received_of
         self.sizes_of = sizes_of
         self.monitor = monitor
-        self.pooled = task.pooled()
+        self.client = client
         self.after: dict[int, Metrics] = {}
         """Metrics, on all splits, of the model that each client had after its last training; before the first training,
         metrics of the initial model as received. A model that doesn't train doesn't change, so its metrics stay valid.
@@ -76,6 +78,11 @@ class Evaluations:
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
         """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
+
+    @cached_property
+    def pooled(self) -> dict[str, Metric]:
+        """The metrics of all clients' samples, made when there are results, as engines settle how clients send them."""
+        return pooled_of(self.client)
 
     def sample(self, clients: Sequence[int], splits: tuple[Split, ...], seed: int) -> Sequence[int]:
         """Return the clients that a round evaluates, rising: all, or a sample of those with samples.
@@ -311,8 +318,8 @@ def over_clients(
 
     Returns:
         For each metric ``NAME``, the mean weighted by samples; for the monitored metric also `Monitor.spread`;
-            ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``. A metric is NaN if
-            no client has a value.
+            ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``, with its largest
+            possible error as ``NAME_pooled_error`` if there is one. A metric is NaN if no client has a value.
     """
     clients = sorted(results)
     weights = np.array([sizes[client] for client in clients], dtype=np.float64)
@@ -323,7 +330,9 @@ def over_clients(
             continue
         if name.endswith(POOLED):
             states = [results[client][name] for client in clients if name in results[client]]
-            summary[name] = pooled_value((pooled or {})[name.removesuffix(POOLED)], states)
+            summary[name], error = pooled_value((pooled or {})[name.removesuffix(POOLED)], states)
+            if error:
+                summary[f"{name}_error"] = error
             continue
         values = np.array([results[client].get(name, math.nan) for client in clients])
         known = ~np.isnan(values)

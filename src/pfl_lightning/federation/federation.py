@@ -133,7 +133,7 @@ class Federation(LightningModule):
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(
-            options, self.engines_of, self.job, self.received, self.sizes, client.task, self.monitor
+            options, self.engines_of, self.job, self.received, self.sizes, client, self.monitor
         )
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}

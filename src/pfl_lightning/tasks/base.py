@@ -121,7 +121,8 @@ class Task(ABC):
     def pooled(self) -> dict[str, Metric]:
         """Return the metrics of all clients' samples together, by name, for metrics that no mean over clients can give.
 
-        Their states are sums, so that the states of clients add up.
+        Their states are sums, so that the states of clients add up, or lists, which are joined. A site of a deployment
+        sends sums alone: a metric with lists there needs `by_counts`, which returns one with sums.
         """
         return {}
 
