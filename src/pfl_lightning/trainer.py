@@ -126,7 +126,8 @@ class FederatedTrainer(Trainer):
         test_every_round: whether to evaluate the test splits, and the server's model on the central test set if there
             is one, in every round (or every ``check_val_every_n_epoch``), as protocols of papers do, even without
             validation samples; if False, only at the end of ``fit``.
-        monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
+        monitor: the metric that selects the best round, such as ``val/f1``, or ``val/auroc_pooled`` of the samples of
+            all clients together; None takes the task's, such as ``val/acc``.
         min_clients: the usable updates that a round needs; a round with fewer leaves the federation unchanged.
         gradient_clip_val: the largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds the gradients' ``norm`` or each ``value``.

@@ -1,5 +1,6 @@
 """Metrics of classification against scikit-learn's, where classes are absent, and added up over clients."""
 
+import json
 import math
 from typing import get_args
 
@@ -9,7 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn import metrics as sk
 
-from federations import CLASSES, blobs, fit, make_client
+from federations import CLASSES, Blobs, blobs, fit, load, make_client
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.engines.evaluation import pooled_value, state_of
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.tasks import Classification, MultiLabel
@@ -209,3 +211,33 @@ def test_any_metric_selects_and_clients_without_it_are_counted(monitor):
         assert f"val/{monitor}_worst" in row
         found[engine] = [value for name, value in row.items() if name.startswith("val/")]
     assert found["vectorised"] == pytest.approx(found["sequential"], rel=1e-5, nan_ok=True)
+
+
+class OneClassEach(Blobs):
+    """Clients of one class each, with AUROC as the metric that selects."""
+
+    task = Classification(CLASSES, ("auroc", "acc"))
+
+
+def one_class_each(**settings):
+    settings = {"max_rounds": 2, "engine": "sequential", "enable_checkpointing": True, **settings}
+    data = blobs(40, 40, 40, by_class=True, data=OneClassEach)
+    return fit(make_client(FedAvg, task=OneClassEach.task), data, **settings)
+
+
+def test_a_metric_that_no_client_has_is_refused_with_the_pooled_one_to_take(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"val/auroc has no value .* one class; .*auroc_pooled"):
+        one_class_each(root=tmp_path)
+
+
+def test_the_metric_of_all_samples_selects(tmp_path):
+    run = one_class_each(root=tmp_path, monitor="val/auroc_pooled", callbacks=[RoundLogger()])
+    values = [row["val/auroc_pooled"] for row in run.rows]
+    assert all(0 <= value <= 1 for value in values) and math.isnan(run.rows[-1]["val/auroc"])
+    (folder,) = {path.parent for path in tmp_path.rglob("summary.json")}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["monitor"] == {"metric": "auroc_pooled", "mode": "max"}
+    assert summary["selected"]["val/auroc_pooled"] == max(values) and math.isfinite(
+        summary["final"]["test/auroc_pooled"]
+    )
+    assert load(next(tmp_path.rglob("best.ckpt")))["federation"]["round"] == 1 + values.index(max(values))

@@ -223,9 +223,14 @@ def occurrences(metric: Metric) -> Tensor:
     return torch.stack([(target == 0).sum(0), (target == 1).sum(0)], 1)
 
 
-def measured_names(metrics: MetricCollection) -> list[str]:
-    """Return the names of metrics with a value per client, without pooled metrics."""
-    return [str(name) for name in metrics if not str(name).endswith(POOLED)]
+def measured_names(metrics: MetricCollection, pooled: bool = False) -> list[str]:
+    """Return the names of metrics with a value per client.
+
+    Args:
+        metrics: the result of `metrics_of`.
+        pooled: whether to return those of all clients' samples too.
+    """
+    return [str(name) for name in metrics if pooled or not str(name).endswith(POOLED)]
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, float]:

@@ -240,7 +240,7 @@ class FederationOptions:
         if name == "loss":
             return Monitor(name, "min")
         metrics = metrics_of(client)
-        names = measured_names(metrics)
+        names = measured_names(metrics, pooled=True)
         if name not in names:
             raise MisconfigurationException(
                 f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}."

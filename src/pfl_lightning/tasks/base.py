@@ -21,6 +21,16 @@ Reduction = Literal["mean", "sum"]
 METHODS_WITHOUT = "take a method that needs no classes, such as FedAvg, FedPer or Ditto"
 """Advice for methods that need classes under a task without classes."""
 
+UNDEFINED = {
+    "auroc": "its rows are of one class",
+    "average_precision": "no row is of class 1",
+    "c_index": "no pair of its rows has a known order",
+    "map": "no row has a label",
+    "recall": "no row is of class 1",
+    "specificity": "all rows are of class 1",
+}
+"""Why a client with rows has no value of a metric, for metrics that its targets alone leave undefined."""
+
 
 class Task(ABC):
     """A prediction task: a net's outputs, the loss, the metrics, and the metric that selects the best round.

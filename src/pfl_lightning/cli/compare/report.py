@@ -38,6 +38,7 @@ from pfl_lightning.cli.compare.significance import (
     Difference,
     Population,
     by_method,
+    counted,
     gains_of,
     interval,
     population_of,
@@ -171,6 +172,7 @@ def write(
     over = [title for title in compared if title in cells[0]]
     if over or any(title in cells[0] for title in (LAST, PLAIN, RANK)):
         notes.append(ROUND)
+    notes += [count] if (count := counted(methods)) else []
     notes += disagreement(methods, monitor, reference)
     if over:
         held = OTHER_CLIENTS if drawn_anew and kept == "seeds" else POPULATIONS[kept]
