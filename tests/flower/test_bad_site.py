@@ -267,7 +267,7 @@ def test_sums_of_pooled_metrics_are_looked_at(tmp_path, task, number):
     grid = spoiled(grid_of(own, tmp_path, data, max_rounds=1), change, kinds=("evaluate",))
     with pytest.warns(UserWarning, match="val/.*_pooled"):
         (row,) = deploy(grid, own, data=data, max_rounds=1).rows
-    pooled = {column: number for column, number in row.items() if column.endswith("_pooled")}
+    pooled = {column: number for column, number in row.items() if re.search("_pooled$|perplexity$", column)}
     assert pooled and all(math.isfinite(number) for number in pooled.values())
 
 

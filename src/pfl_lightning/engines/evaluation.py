@@ -228,9 +228,18 @@ def measured_names(metrics: MetricCollection, pooled: bool = False) -> list[str]
 
     Args:
         metrics: the result of `metrics_of`.
-        pooled: whether to return those of all clients' samples too.
+        pooled: whether to return those of all clients' samples too, except where these have the name of the former.
     """
-    return [str(name) for name in metrics if pooled or not str(name).endswith(POOLED)]
+    return [
+        str(name)
+        for name, metric in metrics.items(copy_state=False)
+        if not str(name).endswith(POOLED) or (pooled and not is_of_all(metric))
+    ]
+
+
+def is_of_all(metric: Metric | MetricCollection) -> bool:
+    """Return True for a metric that is recorded of all clients' samples in the place of a mean; see `Task.pooled`."""
+    return bool(getattr(metric, "of_all", False))
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from random import Random
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientState, Engine, Job
-from pfl_lightning.engines.evaluation import POOLED, ROWS, pooled_of, pooled_value
+from pfl_lightning.engines.evaluation import POOLED, ROWS, is_of_all, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.messages import Message
 from pfl_lightning.tasks import Monitor
@@ -101,6 +102,8 @@ class Evaluations:
     def margins(self, clients: Sequence[int]) -> dict[str, float]:
         """Return the number of evaluated clients, and `margin` of the monitored metric as ``NAME/METRIC_margin``.
 
+        A metric of all clients' samples (`is_of_all`) has the margin of its plain mean, ``NAME/METRIC_mean_margin``.
+
         Empty without results, and if each round evaluates all clients.
 
         Args:
@@ -117,7 +120,10 @@ class Evaluations:
             # Clients without a value, such as an AUROC of one class, are taken to be as frequent among all clients.
             able = held * len(values) / max(len(results), 1)
             weights = [sizes[client] for client in values]
-            found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
+            if metric in self.pooled and is_of_all(self.pooled[metric]):
+                found[f"{name}/{metric}_mean_margin"] = margin([*values.values()], [1] * len(values), able)
+            else:
+                found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
         return found
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
@@ -298,7 +304,7 @@ def over_clients(
     results: Mapping[int, Mapping[str, Any]],
     sizes: Mapping[int, int],
     monitor: Monitor = Monitor(),  # noqa: B008 - immutable
-    pooled: Mapping[str, Metric] | None = None,
+    pooled: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Return the weighted mean of each metric over clients, and the spread of the monitored metric.
 
@@ -317,7 +323,8 @@ def over_clients(
         pooled: the metrics over all samples, by name.
 
     Returns:
-        For each metric ``NAME``, the mean weighted by samples; for the monitored metric also `Monitor.spread`;
+        For each metric ``NAME``, the mean weighted by samples, or for a metric `is_of_all` the value of all samples,
+            with the plain mean as ``NAME_mean``; for the monitored metric also `Monitor.spread`;
             ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``, with its largest
             possible error as ``NAME_pooled_error`` if there is one. A metric is NaN if no client has a value.
     """
@@ -330,7 +337,9 @@ def over_clients(
             continue
         if name.endswith(POOLED):
             states = [results[client][name] for client in clients if name in results[client]]
-            summary[name], error = pooled_value((pooled or {})[name.removesuffix(POOLED)], states)
+            base = name.removesuffix(POOLED)
+            value, error = pooled_value(pooled[base], states)
+            summary[base if is_of_all(pooled[base]) else name] = value
             if error:
                 summary[f"{name}_error"] = error
             continue
@@ -339,7 +348,11 @@ def over_clients(
         # Without any value keep the NaNs, so that the mean is NaN and not an error.
         taken = known if known.any() else ~known
         values, shares = values[taken], weights[taken]
-        summary[name] = float((values * shares).sum() / shares.sum())
+        if name in pooled and is_of_all(pooled[name]):
+            # the value comes with the states of clients, which may be refused
+            summary |= {name: math.nan, f"{name}_mean": float(values.mean())}
+        else:
+            summary[name] = float((values * shares).sum() / shares.sum())
         if name == monitor.metric:
             summary |= monitor.spread(values)
         if not known.all():

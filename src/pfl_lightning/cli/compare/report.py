@@ -308,7 +308,9 @@ def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -
         for name in MEANINGS
         if any(column.startswith((f"{name} ", f"{name}:")) or f"({name})" in column for column in plain)
     ]
-    meanings = [f"{name}: {MEANINGS[name].format(end=end)}" for name in there]
+    # no mean over clients, see `NextToken`
+    known = MEANINGS | ({"by sample": "of all test tokens together"} if monitor.metric == "perplexity" else {})
+    meanings = [f"{name}: {known[name].format(end=end)}" for name in there]
     whole = "; ".join([f"Test {metric}, {over} {', '.join(map(str, seeds))}", *meanings])
     return fill(f"{whole}.", 120, break_on_hyphens=False)
 
