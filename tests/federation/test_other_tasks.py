@@ -217,7 +217,7 @@ def test_the_loss_may_select(tmp_path):
 
 
 def test_what_is_not_measured_selects_nothing():
-    with pytest.raises(MisconfigurationException, match="monitor='val/auc' .* mae, r2, r2_pooled, loss"):
+    with pytest.raises(MisconfigurationException, match=r"monitor='val/auc' .* mae, r2, r2_pooled, loss"):
         fit(kinds()["Regression"], trainer={"monitor": "val/auc"})
 
 
