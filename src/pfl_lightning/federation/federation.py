@@ -284,6 +284,10 @@ class Federation(LightningModule):
                 f"as one for {type(self.client).__name__}; take resident=true."
             )
         self._check_fitted()
+        if self._fitting:
+            clients, here = range(self.data.num_clients), self.data.resident and not self.data.at_sites
+            targets = (self.data.part(client, "train").y for client in clients) if here else None
+            self.data.task.check_training(self.data.batch_size, targets)
         if self._fitting and self.seed is None:
             # Data that another federation has tested keep that one's preprocessing, which a new federation fits anew.
             self.data.adopt({}, [])

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -147,6 +147,17 @@ class Task(ABC):
 
         Raises:
             MisconfigurationException: if the targets don't fit the task.
+        """
+
+    def check_training(self, batch_size: int, targets: Iterable[Any] | None) -> None:  # noqa: B027 - a hook
+        """Refuse training samples from which nothing can be learned; by default none.
+
+        Args:
+            batch_size: samples per training batch.
+            targets: targets of each client's training samples; None if they aren't at hand.
+
+        Raises:
+            MisconfigurationException: if every loss is 0, whatever the net.
         """
 
     @abstractmethod
