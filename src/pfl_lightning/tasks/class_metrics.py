@@ -172,7 +172,7 @@ class Area(Metric):
         """Return the area."""
         if self.counting:
             owners = self.counts.new_zeros(AREA_BINS)
-            return torch.stack([self._areas(*of_class, owners, 1) for of_class in self.counts]).nanmean()
+            return torch.stack([self._areas(own[0], own[1], owners, 1) for own in self.counts]).nanmean()
         outputs, target = dim_zero_cat(self.outputs), dim_zero_cat(self.target)
         owners = torch.zeros(len(target), dtype=torch.int64, device=target.device)
         return self.values_of_clients(outputs, target, owners, 1)[0]
