@@ -3,6 +3,7 @@
 import csv
 import doctest
 import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -286,6 +287,17 @@ def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             with pytest.raises(SystemExit) if words[0] in ("compare", "predict") else nullcontext() as ended:
                 pfl(words)
             assert ended is None or not ended.value.code
+
+
+def test_the_sweep_tunes_each_method_but_fedavg():
+    (command,) = [command for _, command in PIECE.findall((ROOT / "docs/howto/sweep.md").read_text()) if command]
+    words = shlex.split(command.replace("\\\n", " "))
+    at = words.index("--methods") + 1
+    tuned = {after.partition("=")[0].rpartition(".")[2] for word, after in pairwise(words) if word == "--tune"}
+    clients = {method.client.__name__: method.client for method in METHODS}
+    found = {name: tuned & set(inspect.signature(clients[name]).parameters) for name in words[at : at + 3]}
+    assert {name: len(settings) for name, settings in found.items()} == {"FedProx": 1, "Ditto": 1, "FedAvg": 0}
+    assert set().union(*found.values()) == tuned
 
 
 def test_conversations_end_as_adapters_of_peft_and_answers_by_client(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.profilers import Profiler
@@ -125,7 +125,8 @@ class FederatedTrainer(Trainer):
         test_every_round: whether to evaluate the test splits, and the server's model on the central test set if there
             is one, in every round (or every ``check_val_every_n_epoch``), as protocols of papers do, even without
             validation samples; if False, only at the end of ``fit``.
-        monitor: the metric that selects the best round, such as ``val/f1``; None takes the task's, such as ``val/acc``.
+        monitor: the metric that selects the best round, such as ``val/f1``, or ``val/auroc_pooled`` of the samples of
+            all clients together; None takes the task's, such as ``val/acc``.
         min_clients: the usable updates that a round needs; a round with fewer leaves the federation unchanged.
         gradient_clip_val: the largest norm or value of a client's gradients, above 0; None or 0 doesn't clip.
         gradient_clip_algorithm: whether ``gradient_clip_val`` bounds the gradients' ``norm`` or each ``value``.
@@ -372,6 +373,12 @@ class FederatedTrainer(Trainer):
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
                     federation.call("on_final_test", final_test(federation, best_checkpoint(self)))
         except Exception as error:
+            if str(error).startswith("Early stopping conditioned on metric"):
+                known = ", ".join(name for name in self.callback_metrics if "/" in name)
+                raise MisconfigurationException(
+                    f"trainer.callbacks=EarlyStopping: monitor={', '.join(self._unknown_monitors())} is no metric of "
+                    f"the record; take one of {known}."
+                ) from None
             tell_names(error, federation.data.client_label)
             cut_to_hook(error)
             raise
@@ -379,6 +386,11 @@ class FederatedTrainer(Trainer):
             # After an error too: the next run would take a module left in evaluation mode for a frozen one.
             federation.release_modes()
         return results
+
+    def _unknown_monitors(self) -> list[str]:
+        """Return the metrics that callbacks stop by, and no round has recorded."""
+        stopping = [each for each in self.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+        return [str(each.monitor) for each in stopping if each.monitor not in self.callback_metrics]
 
     def validate(  # type: ignore[override]
         self,
@@ -468,7 +480,9 @@ class FederatedTrainer(Trainer):
         if isinstance(data, FederatedDataModule):
             # Lightning's own second argument may be a data module.
             data, datamodule = None, data
-        clients = [clients] if isinstance(clients, (int, str)) else clients
+        if isinstance(clients, str) or not isinstance(clients, Iterable | None):
+            # what is no client is refused with the clients that there are
+            clients = [clients]
         held = getattr(self, "datamodule", None) if datamodule is None else datamodule
         if model is not None and ckpt_path is not None and (held is None or is_of_site(ckpt_path)):
             file = str(present_checkpoint(self, ckpt_path))

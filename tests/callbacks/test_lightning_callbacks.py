@@ -142,6 +142,12 @@ def test_a_hook_of_the_trainer_s_steps_is_refused(hook, by_class):
         make_trainer(callbacks=[own])
 
 
+def test_stopping_by_a_metric_that_no_round_has_names_those_that_are_there():
+    stopping = [EarlyStopping("val/acc"), EarlyStopping("nosuch")]
+    with pytest.raises(MisconfigurationException, match=r"EarlyStopping: monitor=nosuch .* val/acc, .*val/loss"):
+        fit(make_client(), max_rounds=2, callbacks=stopping)
+
+
 @pytest.mark.parametrize(
     ("given", "words"), [(EarlyStopping, r"EarlyStopping is a class; give an instance"), (3, "3 is no callback")]
 )

@@ -21,14 +21,17 @@ from torch import nn
 from command import QUIET, pfl, refusal
 from federations import read_csv
 from pfl_lightning.cli.advise.command import Budget, Tournament, budget
-from pfl_lightning.cli.advise.decide import Verdict, answer, gain_of, picks, scores_of, smallest_shown
+from pfl_lightning.cli.advise.decide import LEAST, Verdict, answer, gain_of, picks, scores_of, smallest_shown
 from pfl_lightning.cli.advise.look import Look, between, look_at, nearest_peer, own_relation, scaled, suggested
+from pfl_lightning.cli.advise.page import Advice
 from pfl_lightning.cli.compare.choices import choose
 from pfl_lightning.cli.compare.command import Comparison
+from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.data import Digits, Dirichlet
 from pfl_lightning.nets import MLP, CifarResNet, Net
-from pfl_lightning.runs.sample_scores import Scores
+from pfl_lightning.runs.sample_scores import Scores, write_scores
 from pfl_lightning.tasks import Classification, Monitor, NextToken, Poisson, Regression
 
 # The look
@@ -269,6 +272,73 @@ def test_folds_are_joined_and_a_further_repeat_counts_when_it_is_whole(monkeypat
     assert joined[0, "a"].rows == 4
     assert scores_of(results[:2], "val", folds=3)[0, "a"].rows == 2
     assert scores_of(results, "test", folds=3) == rows
+
+
+@pytest.mark.parametrize(("at_once", "kept"), [(False, "ab"), (True, "a")])
+def test_a_site_with_few_rows_is_left_out(monkeypatch, at_once, kept):
+    results = [SimpleNamespace(run=SimpleNamespace(seed=seed)) for seed in (1, 2)]
+    # rows a fold; b has enough in both together
+    sizes = {"a": 10, "b": 6, "c": 2}
+    rows = {(seed, site): Scores(np.ones(count), count) for seed in (1, 2) for site, count in sizes.items()}
+    monkeypatch.setattr("pfl_lightning.cli.advise.decide.row_scores", lambda results, part: rows)
+    assert {site for _, site in scores_of(results, "val", 2, LEAST, at_once)} == set(kept)
+    assert {site for _, site in scores_of(results, "test", 2, LEAST, at_once)} == {"a"}
+    assert {site for _, site in scores_of(results, "val", 2)} == set(sizes)
+
+
+def advice_of(folder, sites):
+    """Advice by AUROC of Local and FedAvg, with each site's (gain on validation rows, validation rows)."""
+    results = {}
+    for method in ("Local", "FedAvg"):
+        results[method] = []
+        for seed in (1, 2):
+            run = Run(method, seed, folder / method / str(seed), ())
+            run.folder.mkdir(parents=True)
+            wave, scores, lines = np.sin(np.arange(1000) + seed) / 10, [], []
+            for gain, count in sites.values():
+                # FedAvg's gain has a small spread over rows
+                values = 0.5 + wave[:count] + ((gain or 0) + wave[5 : count + 5] / 20) * (method == "FedAvg")
+                scores.append(Scores(np.float32(values if gain is not None else []), count))
+                lines.append("nan,0.5" if gain is None else f"{np.mean(values)},0.5")
+            write_scores(run.folder, {"val": scores, "test": scores})
+            rows = [f"{k},{name},{line}" for k, (name, line) in enumerate(zip(sites, lines, strict=True))]
+            for name, split in (("clients", "test"), ("client_rounds", "val")):
+                table = [f"round,client,name,{split}/auroc,{split}/loss", *(f"4,{row}" for row in rows), ""]
+                (run.folder / f"{name}.csv").write_text("\n".join(table))
+            (run.folder / "summary.json").write_text('{"monitor": {"metric": "auroc"}}')
+            results[method].append(Result(run, run.folder))
+    sizes = [count for _, count in sites.values()]
+    look = Look([*sites], sizes, sizes, sizes, None, None, None, None)
+    settings = {"cost": lambda seeds: "1 s", "again": lambda seeds: "again"}
+    return Advice("t", look, 1, {}, [], results, "Local", Monitor("auroc"), True, **settings)
+
+
+def test_two_rows_dont_count_as_a_site_and_every_site_has_its_reason(tmp_path):
+    sites = {"Aachen": (0.1, 50), "Celle": (-0.9, 2), "Fulda": (None, 30), "Ulm": (0.1, 40)}
+    advice = advice_of(tmp_path / "few", sites)
+    assert advice.overall.method == "FedAvg" and advice.overall.gains["FedAvg"].mean == pytest.approx(0.1, abs=0.01)
+    assert advice.by == {"val": "client", "test": "client"}
+    text = advice.write(tmp_path)
+    pages = [text, *((tmp_path / f"advice.{kind}").read_text() for kind in ("md", "html"))]
+    for page in pages:
+        page = " ".join(page.split())
+        for part in ("validation", "test"):
+            assert re.search(rf"By {part} rows 2 of 4 sites count.* Celle \(2 rows.* 10\).* Fulda \(.*one class", page)
+    rows = {row["site"]: row for row in read_csv(tmp_path / "advice.csv")}
+    assert [*rows] == ["Aachen", "Celle", "Fulda", "Ulm"]
+    for part in ("validation", "test"):
+        assert "2 rows" in rows["Celle"][f"gain, {part}"] and "one class" in rows["Fulda"][f"gain, {part}"]
+    assert rows["Celle"]["can't be told from"] == "any"
+    (axes,) = advice.sites().figure().axes
+    assert {text.get_text() for text in axes.texts} == {rows[site]["gain, test"] for site in ("Celle", "Fulda")}
+
+
+def test_where_no_site_has_enough_rows_they_count_by_their_rows(tmp_path):
+    advice = advice_of(tmp_path, {"A": (0.1, 8), "B": (-0.1, 2)} | {str(k): (0.1, 8) for k in range(9)})
+    assert advice.by["val"] == "sample"
+    share = 2 / (10 * 8 + 2)
+    assert advice.overall.gains["FedAvg"].mean == pytest.approx(0.1 - 0.2 * share, abs=0.005)
+    assert "by their rows" in " ".join(str(content) for _, content in advice.parts())
 
 
 # Trials of the decision, with models by least squares in the place of runs

@@ -1017,6 +1017,8 @@ MISTAKES = {
     "--methods fedavg --tune_folds 3": "compare: --tune_folds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --tune_rounds 3": "compare: --tune_rounds 3 must be at least 1, and goes with --tune.",
     "--methods fedavg --jobs 0": "compare: --jobs 0 must be at least 1.",
+    "--table flamby_heart --seeds -1": "compare: --seeds -1 must be seeds from 0 to 4294967295, such as --seeds 0 1 2.",
+    "--methods fedavg --seeds 0 4294967296": "compare: --seeds 4294967296 must be seeds from 0 to 4294967295",
     "--methods fedavg --columns lst,rank": "--columns: 'lst' is no column; choose from last, best on validation",
     "--methods fedavg --config gone.yaml": "compare: --config gone.yaml is no file",
     "--methods fedavg --config whole.yaml": "--config whole.yaml names a model",

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from federations import read_csv
 from pfl_lightning.cli.compare.by_client import ByClient
 from pfl_lightning.cli.compare.page import html_table, leading_number, page
+from pfl_lightning.cli.compare.report import write
 from pfl_lightning.cli.compare.results import Result
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.cli.compare.significance import Difference
@@ -121,6 +123,52 @@ def test_a_figure_of_metrics_stands_in_where_there_are_no_gains():
     (axes,) = ByClient(Monitor(), None, {"FedPer": {"A": [0.25, 0.75], "B": [1.0]}}, {}).figure().axes
     (dots,) = (line for line in axes.lines if line.get_marker() == "o")
     assert dots.get_xdata().tolist() == [50, 100] and axes.get_xlabel() == "test accuracy, %"
+
+
+def test_clients_without_a_value_keep_their_rows_with_the_reason(tmp_path):
+    names = ["Aachen", "Celle", "Essen", "Fulda"]
+    methods = {}
+    for method, shift in (("Local", 0), ("FedAvg", 0.1)):
+        methods[method] = []
+        for seed in (0, 1):
+            # Celle has a value at one seed, Essen no test rows, and Fulda rows of one class
+            values = [f"{0.5 + shift},0.9", f"{0.4 + shift if seed else math.nan},0.9", ",", "nan,0.3"]
+            folder = tmp_path / method / str(seed)
+            folder.mkdir(parents=True)
+            (folder / "config.yaml").write_text("")
+            rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, values, strict=True))]
+            (folder / "clients.csv").write_text("\n".join(["client,name,test/auroc,test/loss", *rows, ""]))
+            (folder / "rounds.csv").write_text("round,cohort,bytes/up,bytes/down,test/auroc\n2,0,0,0,0.5\n")
+            part = {"round": 2, "test/auroc": 0.5}
+            ends = {"final": part, "selected": part, "best_on_test": part, "partition": "p", "initial": "i"}
+            ends |= {"seconds": 1.0, "monitor": {"metric": "auroc", "mode": "max"}}
+            (folder / "summary.json").write_text(json.dumps(ends))
+            methods[method].append(Result(Run(method, seed, folder, ()), folder))
+    write(tmp_path, methods, {}, (0, 1), (), {}, reference="Local")
+    pages = [
+        (tmp_path / f"{name}.{kind}").read_text() for name in ("by_client", "comparison") for kind in ("md", "tex")
+    ]
+    for text in [*pages, (tmp_path / "report.html").read_text()]:
+        count = re.search(
+            r"1 of 4 clients .* auroc .*Celle .*2 of 4 runs.*Essen \(it has no rows.*Fulda", text, re.DOTALL
+        )
+        assert count and "one class" in text
+    for client, why in (("Essen", "no rows"), ("Fulda", "one class")):
+        line = rf"\| {client} \| no value: [^|]*{why} \|"
+        assert len(re.findall(line, pages[0])) == 2
+        own = [row for row in read_csv(tmp_path / "by_client.csv") if row["client"] == client]
+        assert [(row["method"], row["seeds"], row["mean"]) for row in own] == [("Local", "0", ""), ("FedAvg", "0", "")]
+        assert all(why in row["why"] for row in own)
+    assert re.search(r"Celle \| 0.4 \(1 of 2 seeds\)", pages[0])
+    texts = read((tmp_path / "report.html").read_text()).texts["text"]
+    assert {"Fulda", "no value: its rows are of one class", "Essen", "no value: it has no rows"} <= set(texts)
+
+
+def test_a_distribution_says_how_many_clients_it_is_of(tmp_path):
+    many = {str(client): [client / 100] for client in range(51)}
+    sites = ByClient(Monitor("auroc"), None, {"Local": many}, {}, count="51 of 60 clients")
+    (axes,) = sites.figure().axes
+    assert axes.get_title("left") == "51 of 60 clients"
 
 
 def read(html):

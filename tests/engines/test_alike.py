@@ -67,7 +67,7 @@ TASKS = {
     "labels": (MultiLabel(4), lambda n: (logits(n, 4), classes(2, n, 4).float())),
     "pixels": (Segmentation(3), lambda n: (logits(n, 3, 2, 2), classes(3, n, 2, 2, ignored=0.5))),
 }
-ALONE = {"Cox": {"c_index", "loss"}, "discrete time": {"c_index"}, "labels": {"f1", "map"}}
+ALONE = {"Cox": {"c_index", "loss"}, "discrete time": {"c_index"}, "labels": {"f1"}}
 """Values that aren't computed for all clients at once."""
 
 

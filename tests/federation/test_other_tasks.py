@@ -17,10 +17,11 @@ from pfl_lightning.data import IID, Dirichlet
 from pfl_lightning.engines import evaluation
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
+from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer
 from pfl_lightning.nets import Net
-from pfl_lightning.tasks import MultiLabel, Regression
+from pfl_lightning.tasks import Monitor, MultiLabel, NextToken, Regression
 from sweeps import all_but, swept
 from tasks_and_data import Kind, OfKind, client_of, drawn, flat, kinds
 
@@ -216,7 +217,7 @@ def test_the_loss_may_select(tmp_path):
 
 
 def test_what_is_not_measured_selects_nothing():
-    with pytest.raises(MisconfigurationException, match="monitor='val/auc' is not measured; choose from mae, r2, loss"):
+    with pytest.raises(MisconfigurationException, match=r"monitor='val/auc' .* mae, r2, r2_pooled, loss"):
         fit(kinds()["Regression"], trainer={"monitor": "val/auc"})
 
 
@@ -302,6 +303,22 @@ def test_parts_in_pieces_are_evaluated_as_whole(name, engine, monkeypatch):
     assert [pieces[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-5)
 
 
+def test_perplexity_is_of_all_tokens_together_and_the_mean_over_clients_has_its_own_name():
+    # mean losses of 1 and 3 over 300 and 100 tokens, of 10 and 90 texts
+    losses, tokens = {0: 1.0, 1: 3.0}, {0: 300, 1: 100}
+    results = {
+        client: {"perplexity": math.exp(loss), "perplexity_pooled": {"total": total * loss, "count": total}}
+        for (client, loss), total in zip(losses.items(), map(torch.tensor, tokens.values()), strict=True)
+    }
+    results[2] = {"perplexity": math.nan, "perplexity_pooled": {"total": torch.tensor(0.0), "count": torch.tensor(0)}}
+    task = NextToken(7)
+    for monitor in (Monitor("perplexity", "min"), Monitor("loss", "min")):
+        found = over_clients(results, {0: 10, 1: 90, 2: 5}, monitor, task.pooled())
+        assert found["perplexity"] == pytest.approx(math.exp(600 / 400))
+        assert found["perplexity_mean"] == pytest.approx((math.exp(1) + math.exp(3)) / 2)
+        assert found["perplexity_clients"] == 2 and "perplexity_pooled" not in found
+
+
 def test_a_client_whose_positions_all_do_not_count_is_left_out(monkeypatch):
     kind = kinds()["NextToken"]
     silent = OfKind(kind, seed=2)
@@ -311,7 +328,7 @@ def test_a_client_whose_positions_all_do_not_count_is_left_out(monkeypatch):
     row = fit(kind, data=OfKind(kind, seed=2)).record.rows[-1]
     assert row["val/perplexity_clients"] == row["val/loss_clients"] == 3
     assert math.isfinite(row["val/perplexity"])
-    assert math.isfinite(row["val/perplexity_pooled"])
+    assert math.isfinite(row["val/perplexity_mean"]) and "val/perplexity_pooled" not in row
 
 
 def test_a_client_module_made_for_samples_of_another_shape_is_refused():

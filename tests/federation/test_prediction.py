@@ -114,6 +114,9 @@ def test_clients_are_named_by_name_or_id():
     for client in ("ulm", "Rom", 3):
         with pytest.raises(MisconfigurationException, match=f"client={client!r} is no client"):
             run.trainer.predict(run.model, ROWS, clients=[client])
+    for wrong in (1.0, True):
+        with pytest.raises(MisconfigurationException, match=f"client={wrong} is no client; .*Bremen"):
+            run.trainer.predict(run.model, ROWS, clients=wrong)
 
 
 def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):

@@ -20,7 +20,7 @@ pytest.importorskip("flwr", reason="needs the extra flower, and Python 3.11 or n
 
 from deployments import deploy, grid_of, rewrite
 
-from federations import make_client, noisy, read_csv
+from federations import fit, make_client, noisy, read_csv
 from pfl_lightning.flower.link import MOST_SAMPLES, VERSION, Link, failure
 from pfl_lightning.flower.measured import LARGEST, Measured, range_of
 from pfl_lightning.flower.template import Refused, plain
@@ -267,8 +267,24 @@ def test_sums_of_pooled_metrics_are_looked_at(tmp_path, task, number):
     grid = spoiled(grid_of(own, tmp_path, data, max_rounds=1), change, kinds=("evaluate",))
     with pytest.warns(UserWarning, match="val/.*_pooled"):
         (row,) = deploy(grid, own, data=data, max_rounds=1).rows
-    pooled = {column: number for column, number in row.items() if column.endswith("_pooled")}
+    pooled = {column: number for column, number in row.items() if re.search("_pooled$|perplexity$", column)}
     assert pooled and all(math.isfinite(number) for number in pooled.values())
+
+
+def test_a_site_sends_counts_and_no_outputs_of_rows_for_areas_of_all_samples(tmp_path):
+    kind = kinds()["MultiLabel"]
+    own, data = partial(client_of, kind, FedPer), partial(OfKind, kind)
+    sent = []
+
+    def look(records):
+        sent.extend(values["map_pooled"] for answer in records.values() for values in answer["after"].values())
+
+    grid = spoiled(grid_of(own, tmp_path, data, max_rounds=1), look, kinds=("evaluate",))
+    (row,) = deploy(grid, own, data=data, max_rounds=1).rows
+    assert sent and {tuple(state) for state in sent} == {("counts",)}
+    simulated = fit(own(), data(), max_rounds=1).rows[-1]
+    assert "val/map_pooled_error" not in simulated
+    assert abs(row["val/map_pooled"] - simulated["val/map_pooled"]) <= row["val/map_pooled_error"] < 0.05
 
 
 class Measuring(FedAvg):

@@ -1,5 +1,6 @@
 """Metrics of classification against scikit-learn's, where classes are absent, and added up over clients."""
 
+import json
 import math
 from typing import get_args
 
@@ -9,10 +10,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn import metrics as sk
 
-from federations import CLASSES, blobs, fit, make_client
+from federations import CLASSES, Blobs, blobs, fit, load, make_client
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.engines.evaluation import pooled_value, state_of
 from pfl_lightning.methods import FedAvg
-from pfl_lightning.tasks import Classification
+from pfl_lightning.tasks import Classification, MultiLabel
 from pfl_lightning.tasks.classification import ClassMetric
 from pfl_lightning.tasks.plain import hparams, made, plain
 from tasks_and_data import drawn, labels
@@ -97,15 +99,72 @@ def test_states_of_clients_add_up(classes):
     outputs, y = outputs_of(90, classes), labels(90, classes=classes)
     values = measured(Classification(classes, ALL), outputs, y)
     for name, metric in Classification(classes, ALL).pooled().items():
-        states = []
-        for rows in (slice(50), slice(50, None)):
-            metric.reset()
-            metric.update(outputs[rows], y[rows])
-            states.append(state_of(metric))
-        # areas of all samples are by a thousand bins
-        near = {"abs": 2e-3} if name in ("auroc", "average_precision") else {"rel": 1e-9}
-        assert pooled_value(metric, states) == pytest.approx(values[name], **near)
+        assert of_clients(metric, outputs, y) == (pytest.approx(values[name], rel=1e-9), 0)
     assert set(Classification(3, ALL).pooled()) == set(ALL) - {"acc", "brier"} and not Classification(3).pooled()
+
+
+def of_clients(metric, outputs, y):
+    """Value of two clients' samples together, and its largest error."""
+    states = []
+    for rows in (slice(len(y) // 2), slice(len(y) // 2, None)):
+        metric.reset()
+        metric.update(outputs[rows], y[rows])
+        states.append(state_of(metric))
+    return pooled_value(metric, states)
+
+
+SHAPES = {
+    "calibrated": lambda z, rate: z + math.log(rate / (1 - rate)),
+    "sure": lambda z, rate: 20 * z - 5,
+    "hardly trained": lambda z, rate: z / 100 + math.log(rate / (1 - rate)),
+    "few values": lambda z, rate: z.round(),
+    "constant": lambda z, rate: 0 * z,
+}
+"""Logits of nets from a signal and the rate of the class."""
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.01, 0.001])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_areas_of_rare_classes_and_sure_nets_are_scikit_learn_s(shape, rate):
+    generator = torch.Generator().manual_seed(0)
+    y = (torch.rand(20_000, generator=generator) < rate).long()
+    logits = SHAPES[shape](torch.randn(20_000, generator=generator, dtype=torch.float64) + 1.25 * y, rate)
+    outputs = torch.stack([torch.zeros_like(logits), logits], 1)
+    for name, reference in (("auroc", sk.roc_auc_score), ("average_precision", sk.average_precision_score)):
+        metric = Classification(2, (name,)).pooled()[name]
+        expected = reference(y, logits)
+        assert of_clients(metric, outputs, y) == (pytest.approx(expected, rel=1e-9), 0)
+        value, error = of_clients(metric.by_counts(), outputs, y)
+        assert abs(value - expected) <= error + 1e-9
+        # nets that tell samples apart are told apart by bins
+        if shape in ("calibrated", "sure"):
+            assert abs(value - expected) < 0.001 and error < 0.004
+
+
+@pytest.mark.parametrize("counting", [False, True])
+def test_areas_of_labels_leave_out_labels_that_nobody_has(counting):
+    outputs, y = drawn(300, 3), (drawn(300, 3) > 1.5).long()
+    y[:, 2] = 0
+    # float32 rounds these probabilities to 1, and their order is lost
+    outputs[:, 0] += 20
+    metric = MultiLabel(3).pooled()["map"]
+    value, error = of_clients(metric.by_counts() if counting else metric, outputs, y)
+    expected = sk.average_precision_score(y[:, :2], outputs[:, :2].double())
+    assert abs(value - expected) <= error + 1e-9 and error < 0.05
+    assert MultiLabel(3).configure_metrics()["map"](outputs, y) == pytest.approx(expected)
+
+
+def test_counts_have_a_state_of_one_size_and_outputs_one_row_a_sample():
+    metric = Classification(4, ("auroc",)).pooled()["auroc"]
+    sizes = []
+    for each in (metric, metric.by_counts()):
+        for n in (3, 300):
+            each.reset()
+            each.update(drawn(n, 4), labels(n, classes=4))
+            sizes.append({name: list(state.shape) for name, state in state_of(each).items()})
+    rows, more, counts, same = sizes
+    assert rows == {"outputs": [3, 4], "target": [3]} and more == {"outputs": [300, 4], "target": [300]}
+    assert counts == same and [*counts] == ["counts"]
 
 
 def test_settings_survive_as_plain_values_and_the_default_as_before():
@@ -152,3 +211,33 @@ def test_any_metric_selects_and_clients_without_it_are_counted(monitor):
         assert f"val/{monitor}_worst" in row
         found[engine] = [value for name, value in row.items() if name.startswith("val/")]
     assert found["vectorised"] == pytest.approx(found["sequential"], rel=1e-5, nan_ok=True)
+
+
+class OneClassEach(Blobs):
+    """Clients of one class each, with AUROC as the metric that selects."""
+
+    task = Classification(CLASSES, ("auroc", "acc"))
+
+
+def one_class_each(**settings):
+    settings = {"max_rounds": 2, "engine": "sequential", "enable_checkpointing": True, **settings}
+    data = blobs(40, 40, 40, by_class=True, data=OneClassEach)
+    return fit(make_client(FedAvg, task=OneClassEach.task), data, **settings)
+
+
+def test_a_metric_that_no_client_has_is_refused_with_the_pooled_one_to_take(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"val/auroc has no value .* one class; .*auroc_pooled"):
+        one_class_each(root=tmp_path)
+
+
+def test_the_metric_of_all_samples_selects(tmp_path):
+    run = one_class_each(root=tmp_path, monitor="val/auroc_pooled", callbacks=[RoundLogger()])
+    values = [row["val/auroc_pooled"] for row in run.rows]
+    assert all(0 <= value <= 1 for value in values) and math.isnan(run.rows[-1]["val/auroc"])
+    (folder,) = {path.parent for path in tmp_path.rglob("summary.json")}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["monitor"] == {"metric": "auroc_pooled", "mode": "max"}
+    assert summary["selected"]["val/auroc_pooled"] == max(values) and math.isfinite(
+        summary["final"]["test/auroc_pooled"]
+    )
+    assert load(next(tmp_path.rglob("best.ckpt")))["federation"]["round"] == 1 + values.index(max(values))

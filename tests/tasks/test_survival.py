@@ -2,11 +2,13 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from federations import fit
 from pfl_lightning.contract.guarantee import check_example_level
 from pfl_lightning.data import Samples
 from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, metrics_of
@@ -14,7 +16,7 @@ from pfl_lightning.methods import FedAvg
 from pfl_lightning.selection import Uniform
 from pfl_lightning.tasks import Survival, survival
 from pfl_lightning.tasks.plain import made, plain
-from tasks_and_data import client_of, drawn, kinds, labels
+from tasks_and_data import OfKind, client_of, drawn, kinds, labels
 
 TASKS = [Survival(), Survival(bins=(4, 9, 14))]
 
@@ -85,6 +87,41 @@ def test_discrete_time_by_hand():
     left = (1 - h.double()).cumprod(1)
     assert task.risk(logits).tolist() == pytest.approx((-(left * torch.tensor([1, 1, 2])).sum(1)).tolist())
     assert task.outputs == 3 and made(plain(task)) == task
+
+
+def test_an_event_at_the_time_0_lies_in_the_first_bin():
+    logits = drawn(2, 3).requires_grad_()
+    task = Survival(bins=[1, 2, 4])
+    loss = task.loss(logits, torch.tensor([[0.0, 1], [0.0, 0]]), "sum")
+    loss.backward()
+    # a sample censored at once has survived no bin
+    assert loss.item() == pytest.approx(-math.log(logits[0, 0].sigmoid().item()))
+    assert logits.grad[0, 0] < 0 and not logits.grad[0, 1:].any() and not logits.grad[1].any()
+
+
+@pytest.mark.parametrize(
+    ("task", "batch_size", "events", "named"),
+    [
+        (Survival(), 1, True, r"data.batch_size=1 .*Cox.* 64 .*task.bins"),
+        (Survival(), 8, False, r"task=Survival\(\).*no training sample .* event"),
+        (Survival(bins=(1, 3)), 1, True, None),
+        (Survival(bins=(1, 3)), 8, False, None),
+        (Survival(), 2, True, None),
+    ],
+)
+def test_training_in_which_every_loss_is_0_is_refused_before_the_first_round(task, batch_size, events, named):
+    kind = replace(kinds()["Survival"], task=task)
+    data = OfKind(kind, seed=2)
+    data.batch_size = batch_size
+    if not events:
+        data.setup()
+        rows = torch.cat([own["train"] for own in data.division.clients])
+        kind.y[rows, 1] = 0
+    if named is None:
+        assert fit(client_of(kind, FedAvg), data, max_rounds=1).rows
+        return
+    with pytest.raises(MisconfigurationException, match=named):
+        fit(client_of(kind, FedAvg), data, max_rounds=1)
 
 
 def index_of_pairs(risk, y):

@@ -40,7 +40,7 @@ class BestCheckpoint(ModelCheckpoint):
         """
         federation = cast(Federation, pl_module)
         metric = federation.monitor.metric
-        names = measured_names(federation.engines[0].metrics)
+        names = measured_names(federation.engines[0].metrics, pooled=True)
         if metric not in [*names, "loss"]:
             raise MisconfigurationException(
                 f"{type(federation.client).__name__}.configure_metrics has {', '.join(names) or 'nothing'} and no "

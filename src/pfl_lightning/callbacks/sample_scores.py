@@ -15,7 +15,7 @@ from torchmetrics import MetricCollection
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import Split
-from pfl_lightning.engines.evaluation import ROWS, evaluate_outputs, metrics_of
+from pfl_lightning.engines.evaluation import POOLED, ROWS, evaluate_outputs, metrics_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
 from pfl_lightning.runs.folder import run_folder
@@ -104,6 +104,8 @@ def hindrance(federation: Federation) -> str:
         return "no guarantee of privacy covers scores of single rows"
     if federation.data.at_sites:
         return "the rows stay at their sites"
+    if federation.monitor.metric.endswith(POOLED):
+        return f"{federation.monitor.metric} is of all clients' rows together"
     if isinstance(task := federation.data.task, (NextToken, Segmentation)):
         return f"task {task} has several positions a sample"
     return ""

@@ -136,6 +136,8 @@ class ClientModule(LightningModule):
     """Entries of `sends` that follow from received and trained weights alone, with ``example_level``; not inherited."""
     keeps_rows: bool = False
     """Whether evaluations keep outputs and targets of single rows, as the callback `SampleScores` asks."""
+    sends_counts: bool = False
+    """Whether metrics of all clients' samples are computed from counts, as at sites, which send no outputs of rows."""
     caches: ClassVar[frozenset[str]] = frozenset()
     """Plain attributes that each round computes anew, such as ``gains`` or ``net.mask``.
 

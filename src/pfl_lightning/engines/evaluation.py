@@ -117,11 +117,23 @@ def metrics_of(module: ClientModule) -> MetricCollection:
             "return a torchmetrics.MetricCollection, or a single metric."
         )
     # Such as R², which isn't a mean of clients' values.
-    if pooled := module.task.pooled():
+    if pooled := pooled_of(module):
         made.add_metrics({name + POOLED: metric for name, metric in pooled.items()})
     if module.keeps_rows:
         made.add_metrics({ROWS: Rows()})
     return made.to(module.device)
+
+
+def pooled_of(module: ClientModule) -> dict[str, Metric]:
+    """Return the metrics of all clients' samples by name; see `Task.pooled` and `ClientModule.sends_counts`.
+
+    Args:
+        module: the client module.
+    """
+    pooled = module.task.pooled()
+    if not module.sends_counts:
+        return pooled
+    return {name: metric.by_counts() if isinstance(metric, Area) else metric for name, metric in pooled.items()}
 
 
 def computed(metrics: MetricCollection) -> dict[str, Any]:
@@ -211,9 +223,23 @@ def occurrences(metric: Metric) -> Tensor:
     return torch.stack([(target == 0).sum(0), (target == 1).sum(0)], 1)
 
 
-def measured_names(metrics: MetricCollection) -> list[str]:
-    """Return the names of metrics with a value per client, without pooled metrics."""
-    return [str(name) for name in metrics if not str(name).endswith(POOLED)]
+def measured_names(metrics: MetricCollection, pooled: bool = False) -> list[str]:
+    """Return the names of metrics with a value per client.
+
+    Args:
+        metrics: the result of `metrics_of`.
+        pooled: whether to return those of all clients' samples too, except where these have the name of the former.
+    """
+    return [
+        str(name)
+        for name, metric in metrics.items(copy_state=False)
+        if not str(name).endswith(POOLED) or (pooled and not is_of_all(metric))
+    ]
+
+
+def is_of_all(metric: Metric | MetricCollection) -> bool:
+    """Return True for a metric that is recorded of all clients' samples in the place of a mean; see `Task.pooled`."""
+    return bool(getattr(metric, "of_all", False))
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, float]:
@@ -235,21 +261,22 @@ def state_of(metric: Metric) -> StateDict:
     return {name: state.detach().cpu() for name, state in whole.items()}
 
 
-def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> float:
-    """Return a metric's value over all samples of several accumulated states.
+def pooled_value(metric: Metric, states: Iterable[Mapping[str, Tensor]]) -> tuple[float, float]:
+    """Return a metric's value over all samples of several accumulated states, and its largest possible error.
 
     Args:
-        metric: one of `Task.pooled`; reset afterwards.
+        metric: one of `pooled_of`; reset afterwards.
         states: the clients' states, as returned by `evaluate`.
     """
     states = list(states)
     metric.reset()
-    for name in metric.metric_state:
-        setattr(metric, name, torch.stack([state[name] for state in states]).sum(0).to(metric.device))
+    for name, state in metric.metric_state.items():
+        own = [each[name].to(metric.device) for each in states]
+        setattr(metric, name, own if isinstance(state, list) else torch.stack(own).sum(0))
     count_updates(metric, len(states))
-    value = float(metric.compute())
+    value, error = float(metric.compute()), float(metric.error()) if isinstance(metric, Area) else 0.0
     metric.reset()
-    return value
+    return value, error
 
 
 @torch.no_grad()
@@ -426,9 +453,10 @@ def values_at_once(
         lengths: number of samples of each client.
     """
     clients, pooled = len(lengths), name.endswith(POOLED)
-    if isinstance(metric, Rows) and isinstance(target, Tensor):
-        sizes, kept = lengths.tolist(), (outputs.detach().cpu(), target.detach().cpu())
-        pairs = zip(*(torch.split(tensor, sizes) for tensor in kept), strict=True)
+    kept = isinstance(metric, Rows) or (pooled and isinstance(metric, Area) and not metric.counting)
+    if kept and isinstance(target, Tensor):
+        sizes, both = lengths.tolist(), (outputs.detach().cpu(), target.detach().cpu())
+        pairs = zip(*(torch.split(tensor, sizes) for tensor in both), strict=True)
         return [{"outputs": each.clone(), "target": its.clone()} for each, its in pairs]
     if is_accuracy(metric):
         right = sums_of((outputs.argmax(1) == target).long(), lengths)
@@ -437,7 +465,7 @@ def values_at_once(
     if not type(metric).__module__.startswith("pfl_lightning.") or not isinstance(metric, Metric):
         return None
     if isinstance(metric, Area):
-        # By bins, a client's state is large, whatever its samples.
+        # Counts of a client are large, whatever its samples.
         return None if pooled else metric.values_of_clients(outputs, target, owners, clients).tolist()
     if isinstance(metric, Confusion):
         if clients * metric.num_classes**2 > COUNTS:

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from random import Random
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -13,12 +15,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
 
+from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientState, Engine, Job
-from pfl_lightning.engines.evaluation import POOLED, ROWS, pooled_value
+from pfl_lightning.engines.evaluation import POOLED, ROWS, is_of_all, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.messages import Message
-from pfl_lightning.tasks import Monitor, Task
+from pfl_lightning.tasks import Monitor
 
 Metrics: TypeAlias = dict[str, dict[str, float]]
 """A client's metrics by split."""
@@ -46,7 +49,7 @@ class Evaluations:
         job_of: returns a client's job in the federation's current state.
         received_of: returns a client's state and payload in the federation's current state.
         sizes_of: returns clients' numbers of samples.
-        task: the prediction task.
+        client: the client module, for `pooled_of`.
         monitor: the metric that selects the best round.
     """
 
@@ -57,7 +60,7 @@ class Evaluations:
         job_of: JobOf,
         received_of: ReceivedOf,
         sizes_of: SizesOf,
-        task: Task,
+        client: ClientModule,
         monitor: Monitor,
     ) -> None:
         self.options = options
@@ -66,7 +69,7 @@ class Evaluations:
         self.received_of = received_of
         self.sizes_of = sizes_of
         self.monitor = monitor
-        self.pooled = task.pooled()
+        self.client = client
         self.after: dict[int, Metrics] = {}
         """Metrics, on all splits, of the model that each client had after its last training; before the first training,
         metrics of the initial model as received. A model that doesn't train doesn't change, so its metrics stay valid.
@@ -76,6 +79,11 @@ class Evaluations:
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
         """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
+
+    @cached_property
+    def pooled(self) -> dict[str, Metric]:
+        """The metrics of all clients' samples, made when there are results, as engines settle how clients send them."""
+        return pooled_of(self.client)
 
     def sample(self, clients: Sequence[int], splits: tuple[Split, ...], seed: int) -> Sequence[int]:
         """Return the clients that a round evaluates, rising: all, or a sample of those with samples.
@@ -94,6 +102,8 @@ class Evaluations:
     def margins(self, clients: Sequence[int]) -> dict[str, float]:
         """Return the number of evaluated clients, and `margin` of the monitored metric as ``NAME/METRIC_margin``.
 
+        A metric of all clients' samples (`is_of_all`) has the margin of its plain mean, ``NAME/METRIC_mean_margin``.
+
         Empty without results, and if each round evaluates all clients.
 
         Args:
@@ -110,7 +120,10 @@ class Evaluations:
             # Clients without a value, such as an AUROC of one class, are taken to be as frequent among all clients.
             able = held * len(values) / max(len(results), 1)
             weights = [sizes[client] for client in values]
-            found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
+            if metric in self.pooled and is_of_all(self.pooled[metric]):
+                found[f"{name}/{metric}_mean_margin"] = margin([*values.values()], [1] * len(values), able)
+            else:
+                found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
         return found
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
@@ -291,7 +304,7 @@ def over_clients(
     results: Mapping[int, Mapping[str, Any]],
     sizes: Mapping[int, int],
     monitor: Monitor = Monitor(),  # noqa: B008 - immutable
-    pooled: Mapping[str, Metric] | None = None,
+    pooled: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Return the weighted mean of each metric over clients, and the spread of the monitored metric.
 
@@ -310,9 +323,10 @@ def over_clients(
         pooled: the metrics over all samples, by name.
 
     Returns:
-        For each metric ``NAME``, the mean weighted by samples; for the monitored metric also `Monitor.spread`;
-            ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``. A metric is NaN if
-            no client has a value.
+        For each metric ``NAME``, the mean weighted by samples, or for a metric `is_of_all` the value of all samples,
+            with the plain mean as ``NAME_mean``; for the monitored metric also `Monitor.spread`;
+            ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``, with its largest
+            possible error as ``NAME_pooled_error`` if there is one. A metric is NaN if no client has a value.
     """
     clients = sorted(results)
     weights = np.array([sizes[client] for client in clients], dtype=np.float64)
@@ -323,14 +337,22 @@ def over_clients(
             continue
         if name.endswith(POOLED):
             states = [results[client][name] for client in clients if name in results[client]]
-            summary[name] = pooled_value((pooled or {})[name.removesuffix(POOLED)], states)
+            base = name.removesuffix(POOLED)
+            value, error = pooled_value(pooled[base], states)
+            summary[base if is_of_all(pooled[base]) else name] = value
+            if error:
+                summary[f"{name}_error"] = error
             continue
         values = np.array([results[client].get(name, math.nan) for client in clients])
         known = ~np.isnan(values)
         # Without any value keep the NaNs, so that the mean is NaN and not an error.
         taken = known if known.any() else ~known
         values, shares = values[taken], weights[taken]
-        summary[name] = float((values * shares).sum() / shares.sum())
+        if name in pooled and is_of_all(pooled[name]):
+            # the value comes with the states of clients, which may be refused
+            summary |= {name: math.nan, f"{name}_mean": float(values.mean())}
+        else:
+            summary[name] = float((values * shares).sum() / shares.sum())
         if name == monitor.metric:
             summary |= monitor.spread(values)
         if not known.all():

@@ -49,7 +49,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential
 from pfl_lightning.engines.base import given_modes, release
-from pfl_lightning.engines.evaluation import own_values
+from pfl_lightning.engines.evaluation import POOLED, own_values
 from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import (
@@ -98,6 +98,7 @@ from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import Asynchronous, RoundStart
 from pfl_lightning.selection.schedule import Plan, Schedule, Turn
+from pfl_lightning.tasks.base import UNDEFINED
 
 WORTH_ADVICE = 10.0
 """Seconds of evaluation from which a line says how it would take less time."""
@@ -144,7 +145,7 @@ class Federation(LightningModule):
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(
-            options, self.engines_of, self.job, self.received, self.sizes, client.task, self.monitor
+            options, self.engines_of, self.job, self.received, self.sizes, client, self.monitor
         )
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
@@ -295,6 +296,10 @@ class Federation(LightningModule):
                 f"as one for {type(self.client).__name__}; take resident=true."
             )
         self._check_fitted()
+        if self._fitting:
+            clients, here = range(self.data.num_clients), self.data.resident and not self.data.at_sites
+            targets = (self.data.part(client, "train").y for client in clients) if here else None
+            self.data.task.check_training(self.data.batch_size, targets)
         if self._fitting and self.seed is None:
             # Data that another federation has tested keep that one's preprocessing, which a new federation fits anew.
             self.data.adopt({}, [])
@@ -1323,7 +1328,31 @@ class Federation(LightningModule):
         if "val" not in self.evaluations.results:
             # ModelCheckpoint needs its metric in every round, also when no client could be evaluated.
             summary[f"val/{self.monitor.metric}"] = math.nan
+        elif self._fitting:
+            self._check_monitor(summary)
         self._end_evaluation(summary)
+
+    def _check_monitor(self, summary: Mapping[str, float]) -> None:
+        """Refuse a monitored metric that the targets of all clients leave undefined: no round would be the best.
+
+        Args:
+            summary: the round's metrics over clients.
+
+        Raises:
+            MisconfigurationException: if all clients with validation samples were evaluated, and none has a value.
+        """
+        metric, results = self.monitor.metric, self.evaluations.results["val"]
+        held = [client for client, size in self.sizes(range(self.data.num_clients), "val").items() if size]
+        values = [results.get(client, {metric: 0.0}).get(metric, 0.0) for client in held]
+        if not held or metric not in UNDEFINED or not all(map(math.isnan, values)):
+            return
+        pooled = f"val/{metric}{POOLED}"
+        known = not math.isnan(summary.get(pooled, math.nan))
+        others = [f"{pooled}, of all clients' samples", "loss"] if known else ["loss"]
+        raise MisconfigurationException(
+            f"trainer.monitor=val/{metric} has no value at any client: of each client with validation samples, "
+            f"{UNDEFINED[metric]}; take {', or '.join(others)}."
+        )
 
     def on_train_batch_end(self, outputs: Any, clients: list[int], batch_idx: int) -> None:
         """Evaluate the test splits if ``test_every_round`` is set and Lightning skips validation.

@@ -31,6 +31,8 @@ ClientStates: TypeAlias = Literal["memory", "device", "disk", "rank", "auto"]
 the client, or the device if a GPU has room."""
 ROOM = 0.25
 """The largest share of free GPU memory that ``client_states="auto"`` gives to client states."""
+MOST_LOCAL = 1_000_000
+"""Largest number of local epochs, or of local steps, in a round."""
 SMALL = 300_000
 """Number of parameters up to which, on a CPU, casts cost more than the faster arithmetic saves. An MLP of 159,010
 parameters took 1.36 times as long under ``bf16-mixed``, one of 1,276,810 as long, and a CNN of 582,026 0.87 times."""
@@ -98,7 +100,14 @@ class FederationOptions:
             )
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):
-                raise MisconfigurationException(f"trainer.{name}={value} must be at least 1.")
+                whole = "" if isinstance(value, int) else ", as an integer"
+                raise MisconfigurationException(f"trainer.{name}={value} must be at least 1{whole}.")
+        for name in ("local_epochs", "local_steps"):
+            if (value := getattr(self, name)) is not None and value > MOST_LOCAL:
+                raise MisconfigurationException(
+                    f"trainer.{name}={value} would never end; give the number for one round, up to {MOST_LOCAL}, such "
+                    "as 5."
+                )
         if not is_count(self.accumulate):
             raise MisconfigurationException(
                 f"trainer.accumulate_grad_batches={self.accumulate} must be a number of batches from 1 up, such as 4."
@@ -240,7 +249,7 @@ class FederationOptions:
         if name == "loss":
             return Monitor(name, "min")
         metrics = metrics_of(client)
-        names = measured_names(metrics)
+        names = measured_names(metrics, pooled=True)
         if name not in names:
             raise MisconfigurationException(
                 f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}."

@@ -125,6 +125,7 @@ class Worker:
         self.modules = client.architectures()
         for module in self.modules:
             module.settle_common()
+            module.sends_counts = True
         # before any training, as the server compares this with its own models
         self.initial = initial_of(self.modules)
         self._personal = [personal_entries(module, whole_model(module)) for module in self.modules]

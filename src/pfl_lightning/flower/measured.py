@@ -146,7 +146,7 @@ class Measured:
         if not all(map(is_addend, state.values())):
             wrong.append(f"{split}/{name}, which has sums that can't be")
             return False
-        value = pooled_value(self.metrics[name], [state])
+        value, _ = pooled_value(self.metrics[name], [state])
         return bounded(f"{split}/{name}", value, self.ranges[name], wrong, or_nan=True) is not None
 
 

@@ -108,6 +108,8 @@ class Remote(Engine):
         summing: Summing | None = None,
         folder: Path | None = None,
     ) -> None:
+        for module in modules:
+            module.sends_counts = True
         # settings read from the first module, such as requested entries, hold for all architectures
         super().__init__(modules[0], work, precision)
         self.modules, self.compression = modules, compression

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, cycle
 from os import PathLike
 from pathlib import Path
+from textwrap import fill
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -251,13 +253,16 @@ def in_words(column: str) -> str:
     return f"{words}{METRICS.get(metric, metric)}" + (", of the server's model" if server else "")
 
 
-def plot_clients(values: Mapping[str, Sequence[float]], metric: str = "test/acc", label: str | None = None) -> "Figure":
+def plot_clients(
+    values: Mapping[str, Sequence[float]], metric: str = "test/acc", label: str | None = None, note: str = ""
+) -> "Figure":
     """Plot the spread of a metric over clients: one box per method, from quartile to quartile, one dot per client.
 
     Args:
         values: metric of all clients and seeds, by method; at least one value each.
         metric: the metric's column.
         label: label of the axis of values, which are then drawn as they are; None for the metric's words.
+        note: text above the picture.
     """
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
@@ -275,21 +280,28 @@ def plot_clients(values: Mapping[str, Sequence[float]], metric: str = "test/acc"
         axes.plot(each, [place] * len(each), ".", color="C0", alpha=0.35, markersize=4)
     axes.set_yticks(list(places), names)
     axes.set(xlabel=label or f"{in_words(metric)}, a dot a client and seed")
+    axes.set_title(fill(note, 110), fontsize="small", loc="left")
     axes.grid(axis="x", alpha=0.3)
     return figure
 
 
-def plot_by_client(points: Mapping[str, Mapping[str, Sequence[float]]], label: str, zero: bool = False) -> "Figure":
+def plot_by_client(
+    points: Mapping[str, Mapping[str, Sequence[float]]],
+    label: str,
+    zero: bool = False,
+    empty: Mapping[str, str] = MappingProxyType({}),
+) -> "Figure":
     """Plot one dot per client and method, with its interval as a line; clients from top to bottom.
 
     Args:
         points: (value, lower end, upper end) by method and client; NaN for an unknown end.
         label: label of the axis of values.
         zero: whether to draw a line at 0.
+        empty: texts at the places of clients without a dot, by client.
     """
     from matplotlib.figure import Figure
 
-    clients = list(dict.fromkeys(client for own in points.values() for client in own))
+    clients = list(dict.fromkeys([*(client for own in points.values() for client in own), *empty]))
     # each client has room for all of its methods
     step = 0.8 / len(points)
     figure = Figure(figsize=(8, 1.4 + len(clients) * max(0.3, 0.14 * len(points))), layout="constrained")
@@ -303,6 +315,9 @@ def plot_by_client(points: Mapping[str, Mapping[str, Sequence[float]]], label: s
         axes.hlines(places, lows, highs, color=color, linewidth=1)
     if zero:
         axes.axvline(0, color="0.4", linewidth=0.8)
+    for client, text in empty.items():
+        place = 0.02, clients.index(client)
+        axes.text(*place, text, transform=axes.get_yaxis_transform(), va="center", fontsize="small", color="0.4")
     axes.set_yticks(range(len(clients)), clients)
     axes.set_ylim(len(clients) - 0.5, -0.5)
     axes.set(xlabel=label)

@@ -183,6 +183,9 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     ranked = sorted(known, key=lambda row: monitor.sign * row[test])
     selected, central = summary["selected"], summary.get("best_global")
     extremes = [f"{shown(row[test])}{who(row)}" for row in (ranked[:1] + ranked[len(ranked) // 2 :][:1])]
+    pooled = monitor.metric.endswith("_pooled")
+    lacking = len(clients) - len(known) if known else 0
+    counting = f" ({len(known)} of {len(clients)} clients; the others have no value)" if lacking else ""
     of = "" if monitor.metric == "acc" else f", {monitor.words}"
     chosen = "best on validation" if selected["round"] is None else f"round {selected['round']} (best on validation)"
     lines = [
@@ -190,10 +193,11 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         ("rounds, clients", f"{summary['final']['round']}, {len(clients)}"),
     ]
     # with a central test set, clients may have no test samples of their own
-    if ranked or not central:
+    if ranked or pooled or not central:
         lines += [
-            (f"test {monitor.words}, last round", shown(summary["final"][test])),
-            ("  worst and median client", ", ".join(extremes) or shown(None)),
+            (f"test {monitor.words}, last round", shown(summary["final"][test]) + counting),
+            # a metric of all clients' samples has no values of clients
+            *([] if pooled else [("  worst and median client", ", ".join(extremes) or shown(None))]),
             (f"test {monitor.words}, {chosen}", shown(selected[test])),
             *((f"test {name}, last round", f"{value:.4g}") for name, value in further(summary["final"], monitor)),
         ]

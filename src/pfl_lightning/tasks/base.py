@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +20,16 @@ Reduction = Literal["mean", "sum"]
 
 METHODS_WITHOUT = "take a method that needs no classes, such as FedAvg, FedPer or Ditto"
 """Advice for methods that need classes under a task without classes."""
+
+UNDEFINED = {
+    "auroc": "its rows are of one class",
+    "average_precision": "no row is of class 1",
+    "c_index": "no pair of its rows has a known order",
+    "map": "no row has a label",
+    "recall": "no row is of class 1",
+    "specificity": "all rows are of class 1",
+}
+"""Why a client with rows has no value of a metric, for metrics that its targets alone leave undefined."""
 
 
 class Task(ABC):
@@ -115,7 +125,9 @@ class Task(ABC):
     def pooled(self) -> dict[str, Metric]:
         """Return the metrics of all clients' samples together, by name, for metrics that no mean over clients can give.
 
-        Their states are sums, so that the states of clients add up.
+        Their states are sums, so that the states of clients add up, or lists, which are joined. A site of a deployment
+        sends sums alone: a metric with lists there needs `by_counts`, which returns one with sums. A metric with
+        ``of_all`` set to True is recorded under its own name, in the place of a mean over clients, then ``NAME_mean``.
         """
         return {}
 
@@ -129,6 +141,17 @@ class Task(ABC):
 
         Raises:
             MisconfigurationException: if the targets don't fit the task.
+        """
+
+    def check_training(self, batch_size: int, targets: Iterable[Any] | None) -> None:  # noqa: B027 - a hook
+        """Refuse training samples from which nothing can be learned; by default none.
+
+        Args:
+            batch_size: samples per training batch.
+            targets: targets of each client's training samples; None if they aren't at hand.
+
+        Raises:
+            MisconfigurationException: if every loss is 0, whatever the net.
         """
 
     @abstractmethod

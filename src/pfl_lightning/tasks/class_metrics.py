@@ -1,7 +1,6 @@
 """Metrics of samples with one class each, whose states of clients add up, and which are NaN where undefined."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +12,11 @@ from pfl_lightning.tasks.base import Ratio
 
 ECE_BINS = 15
 """Number of bins of the expected calibration error."""
+AREA_BINS = 4000
+"""Number of bins of logits in `Area`, of equal width in the inverse hyperbolic sine: 0.005 wide for logits near 0, and
+0.5 % of a large one."""
+LARGEST_LOGIT = 1e4
+"""Size of a logit in the outermost bins of `Area`."""
 
 
 class Confusion(Metric):
@@ -102,63 +106,99 @@ class Share(Confusion):
 
 
 class Area(Metric):
-    r"""Area under a curve of the probabilities: of class 1 with two classes, else the plain mean over classes.
+    r"""Area under a curve of logits: of class 1 with two classes, else the plain mean over classes or labels.
 
-    ``auroc`` is the share of pairs of a sample of the class and a sample of another class in which the first has the
-    larger probability; equal ones count half. It needs a sample of both. ``average_precision`` is :math:`\sum_i (R_i -
-    R_{i-1}) P_i` over falling thresholds i with precision P and recall R, and needs a sample of the class. Classes
-    without these are left out; NaN without any other.
+    A sample's score for a class is the logit of its probability, :math:`\log p_k - \log (1 - p_k)`: the order of
+    probabilities, without the rounding to 1 that makes sure predictions equal. ``auroc`` is the share of pairs of a
+    sample of the class and a sample of another class in which the first has the larger score; equal ones count half. It
+    needs a sample of both. ``average_precision`` is :math:`\sum_i (R_i - R_{i-1}) P_i` over falling thresholds i with
+    precision P and recall R, and needs a sample of the class. Classes without these are left out; NaN without any
+    other.
 
     Args:
-        num_classes: number of classes.
+        num_classes: number of classes or labels.
         kind: the name of the area.
-        bins: number of equal bins into which probabilities are sorted, so that the state is a sum and doesn't grow with
-            the samples; None compares the probabilities themselves.
+        labels: whether samples have any number of labels: outputs are then the logits themselves.
+        counting: keep counts of scores in `AREA_BINS` bins, a sum that doesn't grow with the samples; False keeps the
+            outputs, and compares the scores themselves.
     """
 
     full_state_update = False
     higher_is_better = True
     plot_lower_bound, plot_upper_bound = 0.0, 1.0
-    scores: list[Tensor]
+    outputs: list[Tensor]
     target: list[Tensor]
     counts: Tensor
 
-    def __init__(self, num_classes: int, kind: Literal["auroc", "average_precision"], bins: int | None = None) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        kind: Literal["auroc", "average_precision"],
+        labels: bool = False,
+        counting: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_classes, self.kind, self.bins = num_classes, kind, bins
-        if bins is None:
-            self.add_state("scores", [], dist_reduce_fx="cat")
-            self.add_state("target", [], dist_reduce_fx="cat")
+        self.num_classes, self.kind, self.labels, self.counting = num_classes, kind, labels, counting
+        self.classes = [1] if num_classes == 2 and not labels else list(range(num_classes))
+        if counting:
+            empty = torch.zeros(len(self.classes), 2, AREA_BINS, dtype=torch.int64)
+            self.add_state("counts", empty, dist_reduce_fx="sum")
         else:
-            self.add_state("counts", torch.zeros(num_classes, 2, bins, dtype=torch.int64), dist_reduce_fx="sum")
+            self.add_state("outputs", [], dist_reduce_fx="cat")
+            self.add_state("target", [], dist_reduce_fx="cat")
+
+    def by_counts(self) -> "Area":
+        """Return the metric with counts as its state, for clients that send no outputs."""
+        return Area(self.num_classes, self.kind, self.labels, counting=True)
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         """Add samples.
 
         Args:
             outputs: logits ``[n, num_classes]``.
-            target: class numbers ``[n]``.
+            target: class numbers ``[n]``; with labels, zeros and ones ``[n, num_classes]``.
         """
-        # in float64, where fewer certain predictions become equal
-        scores = outputs.double().softmax(1)
-        if self.bins is None:
-            self.scores.append(scores)
+        if not self.counting:
+            self.outputs.append(outputs)
             self.target.append(target)
             return
-        places = (scores * self.bins).long().clamp(max=self.bins - 1)
-        for k, counts in enumerate(self.counts):
-            having = (target == k).long()
-            counts += torch.bincount(having * self.bins + places[:, k], minlength=2 * self.bins).view_as(counts)
+        half = (AREA_BINS - 1) / 2
+        places = self._scores(outputs).asinh() * (half / math.asinh(LARGEST_LOGIT))
+        places = (places.round() + half).clamp(0, AREA_BINS - 1).long() + self._having(target) * AREA_BINS
+        for counts, column in zip(self.counts, places.unbind(1), strict=True):
+            counts += torch.bincount(column, minlength=2 * AREA_BINS).view_as(counts)
 
     def compute(self) -> Tensor:
         """Return the area."""
-        if self.bins is None:
-            scores, target = dim_zero_cat(self.scores), dim_zero_cat(self.target)
-            return self._of_scores(scores, target, torch.zeros_like(target), 1)[0]
-        owners = self.counts.new_zeros(self.bins)
-        return torch.stack(
-            [self._areas(self.counts[k, 0], self.counts[k, 1], owners, 1) for k in self._classes]
-        ).nanmean()
+        if self.counting:
+            owners = self.counts.new_zeros(AREA_BINS)
+            return torch.stack([self._areas(own[0], own[1], owners, 1) for own in self.counts]).nanmean()
+        outputs, target = dim_zero_cat(self.outputs), dim_zero_cat(self.target)
+        owners = torch.zeros(len(target), dtype=torch.int64, device=target.device)
+        return self.values_of_clients(outputs, target, owners, 1)[0]
+
+    def error(self) -> Tensor:
+        r"""Return the largest possible distance of `compute` from the area by the scores themselves; 0 without counts.
+
+        The order of samples within a bin is unknown. Half of the pairs of one bin may be missing in ``auroc``, or be
+        too many. ``average_precision`` lies between those of the worst and of the best order: of p samples of the class
+        and n others in a bin, with t and a samples of the class and in all above it, the best order has the sum of
+        precisions :math:`\sum_{j=1}^p \frac{t+j}{a+j}`, and the worst one :math:`\sum_{j=1}^p \frac{t+j}{a+n+j}`.
+        """
+        if not self.counting:
+            return torch.zeros(())
+        without, having = self.counts.double().unbind(1)
+        if self.kind == "auroc":
+            return ((without * having).sum(1) / without.sum(1) / having.sum(1) / 2).nanmean()
+
+        def precisions(passed: Tensor) -> Tensor:
+            # as (t + j) / (b + j) = 1 + (t - b) / (b + j), whose sum over j is a difference of digammas
+            return having + (right - passed) * (torch.digamma(passed + having + 1) - torch.digamma(passed + 1))
+
+        right, others = (counts.sum(1, keepdim=True) - counts.cumsum(1) for counts in (having, without))
+        best, worst = precisions(right + others), precisions(right + others + without)
+        known = having * (right + having) / (right + others + having + without).clamp(min=1)
+        return (torch.stack([best - known, known - worst]).sum(2) / having.sum(1)).amax(0).nanmean()
 
     def values_of_clients(self, outputs: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
         """Return the areas of several clients' samples ``[clients]``.
@@ -169,23 +209,34 @@ class Area(Metric):
             owners: the number of each sample's client ``[n]``.
             clients: number of clients.
         """
-        return self._of_scores(outputs.double().softmax(1), target, owners.to(target.device), clients)
+        scores, having, owners = self._scores(outputs), self._having(target), owners.to(target.device)
+        return torch.stack(
+            [self._of_scores(*column, owners, clients) for column in zip(scores.T, having.T, strict=True)]
+        ).nanmean(0)
 
-    @property
-    def _classes(self) -> Sequence[int]:
-        return [1] if self.num_classes == 2 else range(self.num_classes)
+    def _scores(self, outputs: Tensor) -> Tensor:
+        """Return the logit of each class that counts ``[n, classes]``, in double precision."""
+        outputs = outputs.double()
+        if self.labels:
+            return outputs
+        logs, first = outputs.log_softmax(1), outputs.argmax(1, keepdim=True)
+        # of the likeliest class 1 - p may be rounding, so the others' probabilities are added up
+        others = logs.scatter(1, first, -math.inf).logsumexp(1, keepdim=True)
+        scores = (logs - (-logs.expm1()).log()).scatter(1, first, logs.gather(1, first) - others)
+        return scores[:, self.classes]
 
-    def _of_scores(self, scores: Tensor, target: Tensor, owners: Tensor, clients: int) -> Tensor:
-        """Return each client's mean over classes of the areas by the probabilities themselves ``[clients]``."""
-        areas = []
-        for k in self._classes:
-            different, places = torch.unique(scores[:, k], return_inverse=True)
-            # each client's different scores, client after client and rising
-            own, places = torch.unique(owners * len(different) + places, return_inverse=True)
-            having = torch.bincount(places[target == k], minlength=len(own))
-            without = torch.bincount(places, minlength=len(own)) - having
-            areas.append(self._areas(without, having, own // max(len(different), 1), clients))
-        return torch.stack(areas).nanmean(0)
+    def _having(self, target: Tensor) -> Tensor:
+        """Return which samples have each class that counts ``[n, classes]``, bool."""
+        return target > 0 if self.labels else target[:, None] == torch.tensor(self.classes, device=target.device)
+
+    def _of_scores(self, scores: Tensor, having: Tensor, owners: Tensor, clients: int) -> Tensor:
+        """Return each client's area of one class by the scores themselves ``[clients]``; arguments ``[n]``."""
+        different, places = torch.unique(scores, return_inverse=True)
+        # each client's different scores, client after client and rising
+        own, places = torch.unique(owners * len(different) + places, return_inverse=True)
+        right = torch.bincount(places[having], minlength=len(own))
+        without = torch.bincount(places, minlength=len(own)) - right
+        return self._areas(without, right, own // max(len(different), 1), clients)
 
     def _areas(self, without: Tensor, having: Tensor, owners: Tensor, clients: int) -> Tensor:
         """Return the areas of one class ``[clients]``; NaN where undefined.

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MultilabelAveragePrecision, MultilabelF1Score
+from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 
 from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
 from pfl_lightning.tasks.class_metrics import Area, Brier, CalibrationError, Share
@@ -28,8 +28,6 @@ ClassMetric = Literal[
     "brier",
 ]
 """Names of the metrics of `Classification`."""
-POOLED_BINS = 1000
-"""Bins of probabilities in the areas under curves of all clients' samples."""
 
 
 @dataclass(frozen=True)
@@ -134,24 +132,24 @@ class Classification(Task):
 
     def configure_metrics(self) -> MetricCollection:
         """Return the metrics by name."""
-        made: dict[str, Metric | MetricCollection] = {name: self._metric(name, None) for name in self.metrics}
+        made: dict[str, Metric | MetricCollection] = {name: self._metric(name) for name in self.metrics}
         return MetricCollection(made)
 
-    def _metric(self, name: ClassMetric, bins: int | None) -> Metric:
-        """Return a metric by its name; areas by bins of probabilities, if given."""
+    def _metric(self, name: ClassMetric) -> Metric:
+        """Return a metric by its name."""
         if name == "acc":
             # average="micro": torchmetrics' default is the mean over classes. validate_args=False: its check of
             # targets waits for the GPU in each batch.
             return MulticlassAccuracy(self.num_classes, average="micro", validate_args=False)
         if name == "auroc" or name == "average_precision":
-            return Area(self.num_classes, name, bins)
+            return Area(self.num_classes, name)
         if name == "ece":
             return CalibrationError()
         return Brier() if name == "brier" else Share(self.num_classes, name)
 
     def pooled(self) -> dict[str, Metric]:
-        """Return the metrics of all clients' samples that are no mean over clients; areas by bins of probabilities."""
-        return {name: self._metric(name, POOLED_BINS) for name in self.metrics if name not in ("acc", "brier")}
+        """Return the metrics of all clients' samples that are no mean over clients."""
+        return {name: self._metric(name) for name in self.metrics if name not in ("acc", "brier")}
 
     def check(self, target: Tensor, owner: str) -> None:
         """Refuse all targets but one class number in range per sample."""
@@ -203,12 +201,11 @@ class MultiLabel(Task):
 
     def configure_metrics(self) -> MetricCollection:
         """Return ``map``, the mean over labels of the average precision, and ``f1`` of all labels together."""
-        return MetricCollection({"map": MeanPrecision(self.num_labels), "f1": F1(self.num_labels)})
+        return MetricCollection({**self.pooled()})
 
     def pooled(self) -> dict[str, Metric]:
-        """Return both metrics of all clients' samples; ``map`` by 200 thresholds."""
-        # the exact average precision keeps every sample's outputs, which don't add up over clients
-        return {"map": MeanPrecision(self.num_labels, thresholds=200), "f1": F1(self.num_labels)}
+        """Return both metrics of all clients' samples."""
+        return {"map": Area(self.num_labels, "average_precision", labels=True), "f1": F1(self.num_labels)}
 
     def check(self, target: Tensor, owner: str) -> None:
         """Refuse all targets but zeros and ones for each sample and label."""
@@ -237,37 +234,3 @@ class F1(MultilabelF1Score):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add samples; targets may be of any type."""
         super().update(preds, target.long())
-
-
-class MeanPrecision(MultilabelAveragePrecision):
-    """Mean over labels of the average precision, over the labels of at least one sample; NaN without any.
-
-    Args:
-        num_labels: number of labels.
-        thresholds: compute by this number of thresholds, so that the state doesn't grow with the samples; None is
-            exact.
-    """
-
-    higher_is_better = True
-    positives: Tensor
-
-    def __init__(self, num_labels: int, thresholds: int | None = None) -> None:
-        super().__init__(num_labels, average="none", thresholds=thresholds, validate_args=False)
-        # torchmetrics gives a label without positives a precision of 0; counted here, such labels are left out
-        self.add_state("positives", torch.zeros(num_labels, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add samples.
-
-        Args:
-            preds: logits ``[n, num_labels]``.
-            target: zeros and ones ``[n, num_labels]``.
-        """
-        self.positives += (target > 0).sum(0)
-        # torchmetrics would take logits between 0 and 1 for probabilities
-        super().update(preds.sigmoid(), target.long())
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        """Return the mean."""
-        of_labels = super().compute()
-        return of_labels[self.positives > 0].mean()

@@ -15,6 +15,9 @@ from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_
 class NextToken(Task):
     """The next token at each position: cross-entropy, with ``perplexity``, which selects, and ``token_acc``.
 
+    In records ``perplexity`` is the exponential of the mean cross-entropy of all clients' counted positions, as in the
+    literature, and ``perplexity_mean`` the mean of the clients' perplexities, each client alike.
+
     ``exact_match`` is the share of answers that greedy generation would give word for word. An answer is a run of
     counted positions. Greedy generation from the text before gives exactly that answer if each of its tokens is the
     most likely one behind the tokens before, so that one forward pass tells it.
@@ -76,8 +79,7 @@ class NextToken(Task):
         return MetricCollection(found | ({"exact_match": ExactMatch(self.ignore_index)} if self.exact_match else {}))
 
     def pooled(self) -> dict[str, Metric]:
-        """Return ``perplexity`` of all clients' positions."""
-        # the mean over clients of an exponential isn't the exponential of the mean
+        """Return ``perplexity`` of all clients' positions, which stands in the place of a mean over clients."""
         return {"perplexity": Perplexity(self.ignore_index)}
 
     def check(self, target: Tensor, owner: str) -> None:
@@ -106,6 +108,7 @@ class Perplexity(Ratio):
 
     higher_is_better = False
     plot_lower_bound = 1.0
+    of_all = True
 
     def __init__(self, ignore_index: int) -> None:
         # millions of positions: in single precision a sum of so many errors loses digits

@@ -1,6 +1,7 @@
 """Survival: the time until an event, of which some samples tell only that it hadn't come yet."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,9 +31,10 @@ class Survival(Task):
     with Breslow's risk sets, in which samples of one time are alike. A batch without an event has the loss 0.
 
     With ``bins`` time is discrete: outputs are logits ``[n, bins]`` of the hazards :math:`h_k`, the probability of the
-    event within :math:`(b_{k-1}, b_k]` if it hasn't come before, where :math:`b_0 = 0`. The loss is the negative
-    log-likelihood: of an event in interval k, :math:`-\log h_k - \sum_{j<k} \log(1 - h_j)`; of all others, :math:`-
-    \sum_{j: b_j \le t} \log(1 - h_j)`. An event after the last bin counts as survival of all bins.
+    event within :math:`(b_{k-1}, b_k]` if it hasn't come before, where :math:`b_0 = 0`; the first interval has the time
+    0 too. The loss is the negative log-likelihood: of an event in interval k, :math:`-\log h_k - \sum_{j<k} \log(1 -
+    h_j)`; of all others, :math:`- \sum_{j: b_j \le t} \log(1 - h_j)`. An event after the last bin counts as survival of
+    all bins.
     Source: Cox, 1972 (https://doi.org/10.1111/j.2517-6161.1972.tb00899.x); for discrete time Kvamme and Borgan, 2019
     (https://arxiv.org/abs/1910.06724).
 
@@ -101,7 +103,8 @@ class Survival(Task):
         """
         time, event = target[:, :1], target[:, 1:]
         ends = logits.new_tensor(self.bins)
-        begins = F.pad(ends[:-1], (1, 0))
+        # the first bin begins below 0, so that an event at the time 0 lies in it
+        begins = F.pad(ends[:-1], (1, 0), value=-1.0)
         # an event at the end of a bin lies in it, and a sample censored there has survived it
         came = event * (begins < time) * (time <= ends)
         survived = torch.where(event > 0, ends < time, ends <= time)
@@ -151,6 +154,21 @@ class Survival(Task):
             raise MisconfigurationException(
                 f"{owner} has {bad} events that are neither 0 nor 1, in the second column of its targets; name the "
                 "time first, as in data.target=[T, E]"
+            )
+
+    def check_training(self, batch_size: int, targets: Iterable[Tensor] | None) -> None:
+        """Refuse batches of one sample, and clients without any event, which have a loss of 0 under Cox's loss."""
+        if self.bins is not None:
+            return
+        if batch_size < 2:
+            raise MisconfigurationException(
+                f"data.batch_size={batch_size} gives Cox's loss nothing to compare, and it is 0 for each batch; take "
+                "some 64 samples with several events, or discrete time by task.bins, such as [365, 730]."
+            )
+        if targets is not None and not any(bool(target[:, 1].any()) for target in targets):
+            raise MisconfigurationException(
+                f"task={self}: no training sample of any client has an event, and Cox's loss is then 0; the second "
+                "column of targets must be 1 for samples whose event was seen."
             )
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:

@@ -183,6 +183,7 @@ def main(args: list[str]) -> int:
             results=results,
             reference=reference,
             monitor=monitor_of(results),
+            at_once=monitor_of(results).metric in seen.no_means,
             cost=lambda seeds: given.budget.words(seeds * tournament.seed_cost),
             again=again,
         )
@@ -203,6 +204,8 @@ class Seen(NamedTuple):
     """The configured number of rounds."""
     has_folds: bool
     """Whether the data can be validated on folds."""
+    no_means: frozenset[str]
+    """Names of the task's metrics that are no means over rows."""
 
 
 def see(passed: Sequence[str]) -> Seen:
@@ -227,7 +230,9 @@ def see(passed: Sequence[str]) -> Seen:
     has_folds = data.client_split != "time" and "val" not in data.division.named
     has_folds &= complaint([*local.among(passed), "--data.val_fraction=0.2", "--data.val_fold=0"]) is None
     rounds = int(built.trainer.max_epochs or 1)
-    return Seen(look, suggested(look, built.model.net, data.task), rate, rounds, has_folds)
+    # the concordance of all clients' samples isn't computed, and has no entry among these
+    no_means = frozenset(["c_index", *data.task.pooled()])
+    return Seen(look, suggested(look, built.model.net, data.task), rate, rounds, has_folds, no_means)
 
 
 def trial_of(rate: str) -> Trial:

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from pfl_lightning.cli.compare.by_client import split
-from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.results import Mean, Result
 from pfl_lightning.cli.compare.significance import (
     LEVEL,
     Difference,
@@ -27,6 +27,10 @@ from pfl_lightning.tasks import Monitor
 
 MATTERS = 0.01
 """Smallest gain of interest: of an accuracy, or relative to the reference's metric."""
+
+LEAST = 10
+"""Fewest rows of a site that counts as a whole one: the AUROC of two rows is 0 or 1, and would weigh as much as that of
+hundreds."""
 
 NOBODY = 3.0
 """Rule of three: of n rows without a difference, at most 3/n of all rows have one, at 95 %."""
@@ -80,7 +84,7 @@ class Pick:
     level: tuple[str, ...]
 
 
-def scores_of(results: Sequence[Result], part: Split, folds: int) -> Rows:
+def scores_of(results: Sequence[Result], part: Split, folds: int, least: int = 0, at_once: bool = False) -> Rows:
     """Return the scores of a method's rows by (repeat, site), with the folds of a repeat one after another.
 
     Seeds from 1 on take the folds in turn. Test rows are the same at all seeds: each seed is a repeat of theirs. A
@@ -90,10 +94,15 @@ def scores_of(results: Sequence[Result], part: Split, folds: int) -> Rows:
         results: the method's runs.
         part: the rows' split.
         folds: number of seeds that validate on different rows.
+        least: fewest rows of a site; sites with fewer are left out.
+        at_once: whether as many rows are needed in each fold, as for a metric that is no mean over rows.
     """
     found = row_scores(results, part)
     if not found:
-        found = {key: Scores(np.array([value]), 1) for key, value in of_clients(results, part).items()}
+        # a mean alone doesn't tell of how many rows it is
+        found, least = {key: Scores(np.array([value]), 1) for key, value in of_clients(results, part).items()}, 0
+    if at_once or part == "test" or folds == 1:
+        found = {key: each for key, each in found.items() if each.rows >= least}
     if part == "test" or folds == 1:
         return found
     seeds = defaultdict(set)
@@ -108,25 +117,26 @@ def scores_of(results: Sequence[Result], part: Split, folds: int) -> Rows:
             if parts:
                 values = np.concatenate([each.values for each in parts])
                 repeats[repeat, site] = Scores(values, sum(each.rows for each in parts))
-    return repeats
+    return {key: each for key, each in repeats.items() if each.rows >= least}
 
 
-def gain_of(rows: Rows, other: Rows) -> Difference | None:
-    """Return a method's gain over another on the rows of both, each site alike; None without such rows.
+def gain_of(rows: Rows, other: Rows, by: Mean = "client") -> Difference | None:
+    """Return a method's gain over another on the rows of both; None without such rows.
 
     Where no site has several scores, the interval is of repeats alone.
 
     Args:
         rows: scores of the method's rows.
         other: scores of the other method's rows.
+        by: how sites count.
     """
-    differences, _ = paired(rows, other)
+    differences, sizes = paired(rows, other)
     if not differences:
         return None
     better = float(np.concatenate([values.ravel() > 0 for values in differences.values()]).mean())
     if all(values.shape[1] == 1 for values in differences.values()):
         return Difference(*t_interval(np.mean([*differences.values()], axis=0).ravel().tolist()), better)
-    return Difference(*sample_interval(differences, "client"), better)
+    return Difference(*sample_interval(differences, by, sizes), better)
 
 
 def is_ahead(lead: Difference | None) -> bool:
@@ -145,7 +155,7 @@ def upper_end(gain: Difference, rows: int, whole: float) -> float:
     return whole * NOBODY / rows if math.isnan(gain.half) and not gain.mean else gain.mean + gain.half
 
 
-def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer:
+def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor, by: Mean = "client") -> Answer:
     """Return the answer over all sites with rows here.
 
     A gain may matter if its 95 % interval reaches the smallest gain of interest. A method is better if its gain may
@@ -158,9 +168,10 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
         rows: scores of validation rows by method, simple methods first.
         reference: the method to compare with.
         monitor: the metric that selects.
+        by: how sites count.
     """
     base = rows.get(reference, {})
-    others = {method: gain_of(each, base) for method, each in rows.items() if method != reference}
+    others = {method: gain_of(each, base, by) for method, each in rows.items() if method != reference}
     gains = {method: one for method, one in others.items() if one is not None}
     first = min((repeat for repeat, _ in base), default=0)
     count = sum(scores.rows for (repeat, _), scores in base.items() if repeat == first)
@@ -172,7 +183,7 @@ def answer(rows: Mapping[str, Rows], reference: str, monitor: Monitor) -> Answer
     if clear:
         best = max(clear, key=lambda method: gains[method].mean)
         level = [each for each in matters if each in clear or is_ahead(gains[each])]
-        taken = next(each for each in level if each == best or not is_ahead(gain_of(rows[best], rows[each])))
+        taken = next(each for each in level if each == best or not is_ahead(gain_of(rows[best], rows[each], by)))
         further = sorted((each for each in clear if each != taken), key=lambda each: -gains[each].mean)
         return Answer(Verdict.BETTER, taken, (taken, *further), gains, count)
     verdict = Verdict.NOT_BETTER if gains and not matters else Verdict.UNKNOWN
@@ -191,7 +202,9 @@ def scale(rows: Rows, monitor: Monitor) -> float:
     return abs(float(np.mean([scores.values.mean() for scores in rows.values()])))
 
 
-def picks(rows: Mapping[str, Rows], reference: str, monitor: Monitor, sites: Sequence[str]) -> list[Pick]:
+def picks(
+    rows: Mapping[str, Rows], reference: str, monitor: Monitor, sites: Sequence[str], by: Mean = "client"
+) -> list[Pick]:
     """Return the advice for each site.
 
     A site takes the method that is better by its own rows; else the one that is better over all sites, unless it is
@@ -202,8 +215,9 @@ def picks(rows: Mapping[str, Rows], reference: str, monitor: Monitor, sites: Seq
         reference: the method to compare with.
         monitor: the metric that selects.
         sites: names of the sites.
+        by: how sites count over all of them.
     """
-    overall, found = answer(rows, reference, monitor), []
+    overall, found = answer(rows, reference, monitor, by), []
     by_site = {method: split(each) for method, each in rows.items()}
     for site in sites:
         own = {method: each.get(site, {}) for method, each in by_site.items()}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pfl_lightning.cli.advise.decide import (
+    LEAST,
     MATTERS,
     Answer,
     Pick,
@@ -30,8 +31,8 @@ from pfl_lightning.cli.advise.decide import (
 from pfl_lightning.cli.advise.look import Look
 from pfl_lightning.cli.compare.by_client import MANY, ByClient, split
 from pfl_lightning.cli.compare.page import STYLE, html_table, svg
-from pfl_lightning.cli.compare.results import Result
-from pfl_lightning.cli.compare.significance import Difference, Rows, interval
+from pfl_lightning.cli.compare.results import Mean, Result
+from pfl_lightning.cli.compare.significance import Difference, Rows, interval, of_clients, without_value
 from pfl_lightning.data import Split
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.sample_scores import Scores
@@ -41,7 +42,7 @@ from pfl_lightning.tasks import Monitor
 RULE = """\
 Validation rows alone choose. A method is better than {reference} if its mean gain over the rows is above 0 with p <
 0.05, after Holm's correction for all methods, and its 95 % interval reaches {least}, the smallest gain of interest:
-over all sites, where each site counts alike, and at each site by its own rows. If any is, the first in the table
+over all sites, where {sites}, and at each site by its own rows. If any is, the first in the table
 is taken that isn't clearly worse than the better one with the largest gain, and whose own interval is above 0: simple
 methods come first. A site takes
 the method that is better by its own rows; else the one that is better over all sites, unless it is clearly worse at
@@ -64,6 +65,12 @@ names the methods that validation rows can't tell from the one to take."""
 PARTS: tuple[tuple[Split, str], ...] = (("val", "validation"), ("test", "test"))
 """The rows that are looked at, with the words for them."""
 
+COUNTING = {
+    "client": f"each site with {LEAST} rows or more counts alike",
+    "sample": f"sites count by their rows, as none has {LEAST}",
+}
+"""How sites count over all of them."""
+
 FEW = 5
 """Largest number of sites that a sentence names."""
 
@@ -84,6 +91,7 @@ class Advice:
         results: finished runs by method, simple methods first.
         reference: the method to compare with.
         monitor: the metric that selects.
+        at_once: whether the metric is no mean over rows, and needs all rows at once, as an AUROC does.
         cost: what further seeds of all methods cost, in words such as ``40 s``, as a function of their number.
         again: the command line of this advice with a number of seeds.
     """
@@ -96,32 +104,76 @@ class Advice:
     results: Mapping[str, Sequence[Result]]
     reference: str
     monitor: Monitor
+    at_once: bool
     cost: Callable[[int], str]
     again: Callable[[int], str]
 
     @cached_property
     def scores(self) -> dict[Split, dict[str, Rows]]:
-        """Scores of rows by split and method, of methods with any."""
-        found = {
-            part: {method: scores_of(results, part, self.folds) for method, results in self.results.items()}
-            for part, _ in PARTS
-        }
-        return {part: {method: rows for method, rows in own.items() if rows} for part, own in found.items()}
+        """Scores of rows by split and method, of methods with any; of sites with `LEAST` rows, unless none has."""
+        return {part: self._scores(part, LEAST) or self._scores(part, 0) for part, _ in PARTS}
+
+    def _scores(self, part: Split, least: int) -> dict[str, Rows]:
+        found = {m: scores_of(results, part, self.folds, least, self.at_once) for m, results in self.results.items()}
+        return {method: rows for method, rows in found.items() if rows}
+
+    @cached_property
+    def by(self) -> dict[Split, Mean]:
+        """How sites count over all of them, by split."""
+        return {part: "client" if self._scores(part, LEAST) else "sample" for part, _ in PARTS}
+
+    @cached_property
+    def out(self) -> dict[Split, dict[str, str]]:
+        """Why sites have no gain by rows of a split, by split and site."""
+        found: dict[Split, dict[str, str]] = {}
+        for part, _ in PARTS:
+            there = {site for rows in self.scores[part].values() for _, site in rows}
+            valued = {site for each in self.results.values() for _, site in of_clients(each, part)}
+            missing = {site: w for each in self.results.values() for (_, site), w in without_value(each, part).items()}
+            # of a fold, where all rows are needed at once, or of all folds
+            of = " of a fold" if part == "val" and self.folds > 1 and self.at_once else ""
+            sizes = self.look.test if part == "test" else self.look.val
+            if part == "val" and self.folds > 1 and not self.at_once:
+                sizes = [sum(both) for both in zip(self.look.train, self.look.val, strict=True)]
+            found[part] = {
+                site: f"no value: {missing.get(site, 'it has no rows')}"
+                if site not in valued
+                else f"{rows} rows{of}, fewer than {LEAST}"
+                if rows < LEAST
+                else f"{self.monitor.metric} is undefined without some row"
+                for site, rows in zip(self.look.clients, sizes, strict=True)
+                if site not in there
+            }
+        return found
+
+    def left_out(self) -> list[str]:
+        """Return a sentence for each split in which some sites don't count."""
+        found = []
+        for part, words in PARTS:
+            sites = self.out[part]
+            if sites and len(sites) < len(self.look.clients):
+                listing = listed([f"{site} ({why})" for site, why in [*sites.items()][:FEW]])
+                rest = f", and {len(sites) - FEW} more" if len(sites) > FEW else ""
+                counting = len(self.look.clients) - len(sites)
+                found.append(
+                    f"By {words} rows {counting} of {len(self.look.clients)} sites count; left out: {listing}{rest}."
+                )
+        return found
 
     @cached_property
     def overall(self) -> Answer:
         """The answer over all sites."""
-        return answer(self.scores["val"], self.reference, self.monitor)
+        return answer(self.scores["val"], self.reference, self.monitor, self.by["val"])
 
     @cached_property
     def picks(self) -> list[Pick]:
         """The advice for each site."""
-        return picks(self.scores["val"], self.reference, self.monitor, self.look.clients)
+        return picks(self.scores["val"], self.reference, self.monitor, self.look.clients, self.by["val"])
 
     @cached_property
     def tested(self) -> Answer:
         """What test rows would have answered over all sites, which is reported alone."""
-        return answer(self.scores["test"], self.reference, self.monitor)
+        return answer(self.scores["test"], self.reference, self.monitor, self.by["test"])
 
     @property
     def validated(self) -> int:
@@ -168,10 +220,11 @@ class Advice:
         sizes = "train and validate in turn, and rows that test" if self.folds > 1 else "train, validate and test"
         found.append(("text", LEGEND.format(sizes=sizes, alone=self.alone)))
         found += [("heading", "Over all sites"), ("table", self.table())]
-        found.append(("text", f"Means of sites, each site alike: {unit}; {more} is better."))
+        found.append(("text", f"Means of sites, where {COUNTING[self.by['val']]}: {unit}; {more} is better."))
+        found += [("text", sentence) for sentence in self.left_out()]
         found += [("heading", "To know better"), *self.better()]
         found.append(("heading", "Appendix: how this was found"))
-        found.append(("text", RULE.format(reference=self.reference, least=self.least)))
+        found.append(("text", RULE.format(reference=self.reference, least=self.least, sites=COUNTING[self.by["val"]])))
         found += [("text", INTERVALS), ("lines", self.look.lines)]
         found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
         return [*found, *(("text", note) for note in self.notes)]
@@ -192,12 +245,15 @@ class Advice:
                     "take": pick.method,
                     "answer": pick.verdict.value,
                     "why": pick.reason,
-                    "gain, validation": "" if pick.gain is None else interval(pick.gain, self.monitor),
-                    "gain, test": "" if tested is None else interval(tested, self.monitor),
-                    "can't be told from": ", ".join(pick.level) or "none",
+                    "gain, validation": self._gain(pick.gain, pick.site, "val"),
+                    "gain, test": self._gain(tested, pick.site, "test"),
+                    "can't be told from": ", ".join(pick.level) or ("any" if pick.site in self.out["val"] else "none"),
                 }
             )
         return found
+
+    def _gain(self, gain: Difference | None, site: str, part: Split) -> str:
+        return self.out[part].get(site, "") if gain is None else interval(gain, self.monitor)
 
     def answer(self) -> list[str]:
         """Return the sentences at the head of the page; the first is the advice."""
@@ -237,7 +293,7 @@ class Advice:
         for pick in self.picks:
             own = self.scores["test"].get(pick.method, {})
             mixed |= {key: scores for key, scores in own.items() if key[1] == pick.site}
-        together = gain_of(mixed, self.scores["test"].get(self.reference, {}))
+        together = gain_of(mixed, self.scores["test"].get(self.reference, {}), self.by["test"])
         found = []
         if together is not None and any(pick.method != self.reference for pick in self.picks):
             found.append(
@@ -255,18 +311,17 @@ class Advice:
         return listed([f"{method} ({interval(gains[method], self.monitor)})" for method in methods])
 
     def table(self) -> list[list[str]]:
-        """Return the table of methods over all sites, each site alike."""
+        """Return the table of methods over all sites; see `by`."""
         factor, form = (100, ".2f") if self.monitor.metric == "acc" else (1, ".4g")
         cells = [["method", *(f"{words}{gain}" for _, words in PARTS for gain in ("", ", gain"))]]
         for method in self.results:
             row = [method]
             for part, _ in PARTS:
                 own = self.scores[part].get(method, {})
-                mean = (
-                    fmean(fmean(each.values.mean() for each in site.values()) for site in split(own).values())
-                    if own
-                    else 0
-                )
+                sites = [[*site.values()] for site in split(own).values()]
+                means = [fmean(each.values.mean() for each in site) for site in sites]
+                weights = [site[0].rows for site in sites] if self.by[part] == "sample" else None
+                mean = fmean(means, weights) if own else 0
                 gain = (self.overall if part == "val" else self.tested).gains.get(method)
                 row += [f"{self.monitor.sign * factor * mean:{form}}" if own else "-"]
                 row += ["" if gain is None else interval(gain, self.monitor)]
@@ -290,7 +345,7 @@ class Advice:
             best = max(known, key=lambda method: known[method].mean)
             # without the variance of training runs, which is what further seeds take away
             base = self.scores["val"][self.reference]
-            rows = gain_of(over_repeats(self.scores["val"][best]), over_repeats(base))
+            rows = gain_of(over_repeats(self.scores["val"][best]), over_repeats(base), self.by["val"])
             if self.repeats > 1 and rows is not None and known[best].half > 0:
                 least = min(1.0, rows.half / known[best].half)
                 words = (
@@ -335,7 +390,7 @@ class Advice:
             }
             for method, own in test.items()
         }
-        return ByClient(self.monitor, self.reference, means, gains)
+        return ByClient(self.monitor, self.reference, means, gains, lacking={self.reference: self.out["test"]})
 
 
 def over_repeats(rows: Rows) -> Rows:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, TypeVar
@@ -12,12 +12,14 @@ from pfl_lightning.cli.compare.significance import (
     Difference,
     Population,
     clients_stay,
+    counted,
     difference,
     interval,
     of_clients,
     paired,
     row_scores,
     sample_interval,
+    without_value,
 )
 from pfl_lightning.plots.runs import in_words, plot_by_client, plot_clients
 from pfl_lightning.runs.report import Row, write_rows
@@ -49,6 +51,9 @@ class ByClient:
         values: the metric in its own sign, one number per seed, by method and client.
         gains: differences to the reference, by method and client.
         population: for what intervals hold.
+        lacking: why clients have no value at any seed, by method and client.
+        seeds: the number of runs by method; empty if each client has a value in each run.
+        count: a sentence on how many clients have a value; empty if all have one.
     """
 
     monitor: Monitor
@@ -56,11 +61,16 @@ class ByClient:
     values: Mapping[str, Mapping[str, Sequence[float]]]
     gains: Mapping[str, Mapping[str, Difference]]
     population: Population = "seeds"
+    lacking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    count: str = ""
 
     @property
     def clients(self) -> list[str]:
-        """Names of the clients, or their ids as text, in their order."""
-        return list(dict.fromkeys(client for own in self.values.values() for client in own))
+        """Names of the clients, or their ids as text, in their order; those without any value are the last."""
+        return list(
+            dict.fromkeys(client for of in (self.values, self.lacking) for own in of.values() for client in own)
+        )
 
     @property
     def gain(self) -> str:
@@ -89,21 +99,26 @@ class ByClient:
         cells = {}
         for client, values in self.values[method].items():
             spread = f" ± {factor * stdev(values):{form}}" if len(values) > 1 else ""
-            cells[client] = f"{factor * fmean(values):{form}}{spread}"
+            runs = self.seeds.get(method, len(values))
+            part = f" ({len(values)} of {runs} seeds)" if len(values) < runs else ""
+            cells[client] = f"{factor * fmean(values):{form}}{spread}{part}"
         return cells
 
     def _cells(self, shown: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
         across, down = list(shown), self.clients
-        cells = [["client", *across], *([client, *(shown[m].get(client, "-") for m in across)] for client in down)]
+        cells = [["client", *across], *([client, *(self._cell(shown, m, client) for m in across)] for client in down)]
         if len(across) <= len(down):
             return cells
         turned = [list(column) for column in zip(*cells, strict=True)]
         turned[0][0] = "method"
         return turned
 
+    def _cell(self, shown: Mapping[str, Mapping[str, str]], method: str, client: str) -> str:
+        return shown[method].get(client, self.lacking.get(method, {}).get(client, "-"))
+
     @property
     def rows(self) -> list[Row]:
-        """Return a row for each client and method, with all digits."""
+        """Return a row for each client and method, with all digits; without a value, with the reason as ``why``."""
         rows: list[Row] = []
         for method, own in self.values.items():
             for client, values in own.items():
@@ -113,6 +128,11 @@ class ByClient:
                     numbers = (None if math.isnan(end) else end for end in ends(one, self.monitor))
                     row |= dict(zip((self.gain, "low", "high"), numbers, strict=True))
                 rows.append(row)
+        rows += [
+            {"client": client, "method": method, "seeds": 0, "mean": None, "why": why}
+            for method, own in self.lacking.items()
+            for client, why in own.items()
+        ]
         return rows
 
     def figure(self) -> "Figure":
@@ -129,8 +149,11 @@ class ByClient:
                 points[method] = {c: [percent * fmean(values), math.nan, math.nan] for c, values in means.items()}
         if len(self.clients) > MANY:
             means = {method: [mean for mean, *_ in own.values()] for method, own in points.items()}
-            return plot_clients(means, label=f"{label}, a dot a client")
-        return plot_by_client(points, label, zero=bool(self.gains))
+            return plot_clients(means, label=f"{label}, a dot a client", note=self.count)
+        # a client that any method has a value of has a dot
+        valued = {client for own in self.values.values() for client in own}
+        empty = {c: why for own in self.lacking.values() for c, why in own.items() if c not in valued}
+        return plot_by_client(points, label, zero=bool(self.gains), empty=empty)
 
     def write(self, out: Path) -> None:
         """Write ``by_client.csv`` and ``by_client.png``; for up to `MANY` clients the tables in Markdown and LaTeX.
@@ -160,11 +183,12 @@ class ByClient:
 
     @property
     def notes(self) -> list[str]:
-        """Return what the intervals mean; nothing without intervals."""
+        """Return how many clients have a value, if some have none, and what the intervals mean, if there are any."""
         there = any(not math.isnan(one.half) for own in self.gains.values() for one in own.values())
         is_over_rows = self.population == "samples"
         over = "for other test rows of the client and other seeds" if is_over_rows else "by Student's t over seeds"
-        return [ALONE.format(gain=f"{self.gain[0].upper()}{self.gain[1:]}", over=over)] if there else []
+        meaning = [ALONE.format(gain=f"{self.gain[0].upper()}{self.gain[1:]}", over=over)] if there else []
+        return [*filter(None, [self.count]), *meaning]
 
 
 def ends(one: Difference, monitor: Monitor) -> tuple[float, float, float]:
@@ -223,8 +247,20 @@ def by_client(
                 else replace(one, half=math.nan, probability=math.nan)
                 for client, one in own.items()
             }
+    lacking = {method: split(without_value(results)) for method, results in methods.items()}
     return ByClient(
-        monitor, reference if base else None, values, {m: own for m, own in gains.items() if own}, population
+        monitor,
+        reference if base else None,
+        values,
+        {m: own for m, own in gains.items() if own},
+        population,
+        {
+            method: {c: f"no value: {next(iter(whys.values()))}" for c, whys in own.items() if c not in values[method]}
+            for method, own in lacking.items()
+            if method in values
+        },
+        {method: len(results) for method, results in methods.items()},
+        counted(methods),
     )
 
 

@@ -316,6 +316,10 @@ class Progress:
         print(f"[{self.done}/{self.total}] {run.method}, seed {run.seed}: {said}", flush=True)
 
 
+LARGEST_SEED = 2**32 - 1
+"""Largest seed that NumPy takes, as `lightning.seed_everything` seeds it too."""
+
+
 def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     """Split the options of ``compare`` from the options of ``fit``.
 
@@ -396,6 +400,10 @@ def parse(args: list[str]) -> tuple[Namespace, list[str]]:
     given, passed = parser.parse_known_args(resolved([*table.words, *args]))
     given.paper = table.paper
     given.seeds = list(dict.fromkeys(given.seeds))
+    if wrong := [seed for seed in given.seeds if not 0 <= seed <= LARGEST_SEED]:
+        raise MisconfigurationException(
+            f"compare: --seeds {wrong[0]} must be seeds from 0 to {LARGEST_SEED}, such as --seeds 0 1 2."
+        )
     if given.jobs < 1:
         raise MisconfigurationException(f"compare: --jobs {given.jobs} must be at least 1.")
     if given.tune_rounds is not None and (given.tune_rounds < 1 or not given.tune):

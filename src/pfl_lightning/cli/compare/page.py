@@ -1,6 +1,7 @@
 """Write a comparison as one HTML page: table, curves, clients, partition and settings."""
 
 import io
+import math
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from string import Template
@@ -10,6 +11,7 @@ import yaml
 
 from pfl_lightning.cli.compare.by_client import MANY, ByClient
 from pfl_lightning.cli.compare.results import Result
+from pfl_lightning.cli.compare.significance import counted
 from pfl_lightning.federation.resuming import flat
 from pfl_lightning.plots.runs import plot_clients, plot_mean_curves, plot_sizes
 from pfl_lightning.tasks import Monitor
@@ -116,8 +118,10 @@ def page(
     tested = f"test/{monitor.metric}"
     clients = {name: [row for result in results for row in result.clients] for name, results in finished.items()}
     values = {name: [float(row[tested]) for row in rows if row.get(tested)] for name, rows in clients.items()}
+    values = {name: [value for value in each if not math.isnan(value)] for name, each in values.items()}
     if any(values.values()):
-        pictures.append(("Clients", plot_clients({name: each for name, each in values.items() if each}, tested)))
+        some = {name: each for name, each in values.items() if each}
+        pictures.append(("Clients", plot_clients(some, tested, note=counted(finished))))
     # one picture is enough: at a seed all methods have the same partition
     first = next((results[0].clients for results in finished.values()), [])
     # records of earlier versions have no column of samples

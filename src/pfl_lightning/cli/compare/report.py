@@ -38,6 +38,7 @@ from pfl_lightning.cli.compare.significance import (
     Difference,
     Population,
     by_method,
+    counted,
     gains_of,
     interval,
     population_of,
@@ -171,6 +172,7 @@ def write(
     over = [title for title in compared if title in cells[0]]
     if over or any(title in cells[0] for title in (LAST, PLAIN, RANK)):
         notes.append(ROUND)
+    notes += [count] if (count := counted(methods)) else []
     notes += disagreement(methods, monitor, reference)
     if over:
         held = OTHER_CLIENTS if drawn_anew and kept == "seeds" else POPULATIONS[kept]
@@ -306,7 +308,9 @@ def caption_of(columns: Sequence[str], monitor: Monitor, seeds: Sequence[int]) -
         for name in MEANINGS
         if any(column.startswith((f"{name} ", f"{name}:")) or f"({name})" in column for column in plain)
     ]
-    meanings = [f"{name}: {MEANINGS[name].format(end=end)}" for name in there]
+    # no mean over clients, see `NextToken`
+    known = MEANINGS | ({"by sample": "of all test tokens together"} if monitor.metric == "perplexity" else {})
+    meanings = [f"{name}: {known[name].format(end=end)}" for name in there]
     whole = "; ".join([f"Test {metric}, {over} {', '.join(map(str, seeds))}", *meanings])
     return fill(f"{whole}.", 120, break_on_hyphens=False)
 

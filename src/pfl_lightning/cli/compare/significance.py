@@ -20,6 +20,7 @@ from pfl_lightning.cli.compare.results import OVER, Mean, Result
 from pfl_lightning.data import Split
 from pfl_lightning.runs.sample_scores import Scores
 from pfl_lightning.tasks import Monitor
+from pfl_lightning.tasks.base import UNDEFINED
 
 Clients: TypeAlias = dict[tuple[int, str], float]
 """Monitored metric of the last round's models, signed so that larger is better, by (seed, client's name or id)."""
@@ -30,6 +31,9 @@ Rows: TypeAlias = dict[tuple[int, str], Scores]
 Population: TypeAlias = Literal["samples", "seeds", "clients"]
 """For what an interval holds: other ``seeds`` on the same rows, other ``samples`` of the same clients (and seeds), or
 other ``clients`` (and seeds)."""
+
+LISTED = 10
+"""Largest number of clients without a value that a sentence names."""
 
 LEVEL = 0.05
 """Family-wise error: probability that a table marks any difference although no method differs from the reference."""
@@ -69,6 +73,57 @@ def of_clients(results: Sequence[Result], split: Split = "test") -> Clients:
             if not math.isnan(value):
                 found[result.run.seed, row.get("name") or row["client"]] = result.monitor.sign * value
     return found
+
+
+def without_value(results: Sequence[Result], split: Split = "test") -> dict[tuple[int, str], str]:
+    """Return why clients have no value, by (seed, client's name or id), for all clients without one.
+
+    Args:
+        results: the method's runs.
+        split: as for `of_clients`.
+    """
+    known, found = of_clients(results, split), {}
+    for result in results:
+        rows = result.clients if split == "test" else result.last_round
+        evaluated = {row.get("name") or row["client"] for row in rows if row.get(f"{split}/loss")}
+        metric = result.monitor.metric
+        # a metric of all clients' samples has no values of clients
+        for row in [] if metric.endswith("_pooled") else result.clients:
+            client = row.get("name") or row["client"]
+            if (result.run.seed, client) not in known:
+                why = UNDEFINED.get(metric, f"{metric} is undefined on its rows")
+                found[result.run.seed, client] = why if client in evaluated else "it has no rows"
+    return found
+
+
+def counted(methods: Mapping[str, Sequence[Result]], split: Split = "test") -> str:
+    """Return a sentence on how many clients have a value, and on the others; empty if all have one.
+
+    Args:
+        methods: finished runs by method.
+        split: as for `of_clients`.
+    """
+    lacking = [each for results in methods.values() for each in without_value(results, split).items()]
+    if not lacking:
+        return ""
+    results = [result for each in methods.values() for result in each]
+    metric = f"{'validation' if split == 'val' else split} {results[0].monitor.metric}"
+    if not clients_stay(methods):
+        whole = sum(len(result.clients) for result in results)
+        return f"{whole - len(lacking)} of {whole} values of {metric} exist, by method, seed and client, and count."
+    clients = {row.get("name") or row["client"] for result in results for row in result.clients}
+    reasons: dict[str, list[str]] = {}
+    for (_, client), why in lacking:
+        reasons.setdefault(client, []).append(why)
+    listing = [
+        f"{client} ({whys[0]}{'' if len(whys) == len(results) else f', in {len(whys)} of {len(results)} runs'})"
+        for client, whys in reasons.items()
+    ]
+    more = f", and {len(listing) - LISTED} more" if len(listing) > LISTED else ""
+    return (
+        f"{len(clients) - len(listing)} of {len(clients)} clients have a {metric} in all runs, and count in its means; "
+        f"without one: {', '.join(listing[:LISTED])}{more}."
+    )
 
 
 def row_scores(results: Sequence[Result], split: Split = "test") -> Rows:

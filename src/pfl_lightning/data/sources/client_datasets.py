@@ -340,7 +340,7 @@ class Reader:
             for part, dtype in types.items():
                 before = common.setdefault(part, dtype)
                 if dtype != before and torch.uint8 in (dtype, before):
-                    raise MisconfigurationException(mixed(part, (whose[part], before), (name, dtype)))
+                    raise MisconfigurationException(two_types(part, (whose[part], before), (name, dtype)))
                 common[part] = torch.promote_types(before, dtype)
                 whose.setdefault(part, name)
         return common
@@ -420,7 +420,7 @@ class Reader:
             common, dtype = self._types.get(part), getattr(leaf, "dtype", None)
             if common is not None and (dtype in (torch.uint8, np.uint8)) != (common == torch.uint8):
                 raise MisconfigurationException(
-                    mixed(part, ("the first items", common), (self._named(index, row), dtype))
+                    two_types(part, ("the first items", common), (self._named(index, row), dtype))
                 )
         return item
 
@@ -445,7 +445,7 @@ class Reader:
             common = self._types.get(part)
             both_floats = common is not None and common.is_floating_point and dtype.is_floating_point
             if common is None or not (both_floats or torch.promote_types(common, dtype) == common):
-                raise MisconfigurationException(mixed(part, ("the first items", common), (name, dtype)))
+                raise MisconfigurationException(two_types(part, ("the first items", common), (name, dtype)))
         leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
         return cast(
             tuple[Tree, Tree],
@@ -685,7 +685,7 @@ def types_of(batch: tuple[Tree, Tree]) -> dict[str, torch.dtype]:
     return {name: leaf.dtype for name, leaf in named if isinstance(leaf, Tensor)}
 
 
-def mixed(part: str, one: tuple[str, Any], other: tuple[str, Any]) -> str:
+def two_types(part: str, one: tuple[str, Any], other: tuple[str, Any]) -> str:
     """Return the sentence about two types that don't go together.
 
     Args:
