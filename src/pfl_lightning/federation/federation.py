@@ -1586,7 +1586,7 @@ class Federation(LightningModule):
         if self.options.client_states == "disk":
             # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
             # still refers to it; so these small entries are copied.
-            small = ("initial", "start", "aggregator", "schedule")
+            small = ("initial", "start", "aggregator", "schedule", "rows")
             state = state | deepcopy({name: state[name] for name in small if name in state})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
