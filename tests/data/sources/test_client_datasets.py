@@ -258,6 +258,12 @@ def test_items_of_several_shapes_are_refused():
         ClientDatasets({"Ulm": Odd(9)}, TASK).setup()
 
 
+def test_a_late_client_s_random_set_comes_without_those_of_the_federation():
+    run = fit(make_client(), named(shaken), max_rounds=1)
+    run.trainer.join(None, ClientDatasets({"Jena": (Noted(12, 5, shaken), Noted(7, 6))}, TASK))
+    assert len(run.trainer.predict(None, points(3, 0)[0], clients="Jena")["Jena"]) == 3
+
+
 def test_random_sets_are_refused_by_the_vectorised_engine():
     with pytest.raises(MisconfigurationException, match="vectorised"):
         fit(make_client(net=plain), named(shaken), engine="vectorised")
