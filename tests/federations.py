@@ -270,14 +270,16 @@ class Shuffled(Sequential):
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same bits."""
+    """Whether two trees hold the same bits; a NaN equals a NaN, as of a metric without a value."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+    return bool(a == b or (a != a and b != b))
 
 
 def near(a: Any, b: Any, atol: float = 1e-5) -> bool:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from command import QUIET, forked, pfl, wait_for
 from federations import equal, load, read_csv, untimed
+from pfl_lightning import stopping
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.stopping import Stopped, postponed, stoppable
@@ -208,3 +210,19 @@ def test_what_is_being_written_comes_to_its_end_first(tmp_path):
     assert torch.load(path, weights_only=False)["told"] == "whole"
     with pytest.raises(ZeroDivisionError), stoppable(), postponed():
         _ = 1 / 0
+
+
+def test_a_signal_that_meets_a_finalizer_ends_the_run_all_the_same(monkeypatch):
+    # signals of the test before are no echo
+    monkeypatch.setattr(stopping, "_stop", stopping._Stop())
+
+    class Last:
+        def __del__(self):
+            # Python ignores exceptions of finalizers, and of the callbacks around a fork
+            signal.raise_signal(signal.SIGTERM)
+
+    hook = sys.unraisablehook
+    with pytest.raises(Stopped), stoppable(), stoppable():
+        Last()
+        time.sleep(1)
+    assert sys.unraisablehook == hook

@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 STARTED_BY = "PFL_LIGHTNING_STARTED_BY"
 """Environment variable that holds the process id of the process that started this rank."""
+
+AGAIN = 0.01
+"""Seconds after which a signal with a lost exception is sent once more."""
 
 POLL = 0.2
 """Seconds between two looks at other processes."""
@@ -29,6 +32,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
         self.signal = signal.Signals(number).name
 
     def __str__(self) -> str:
@@ -87,6 +91,27 @@ class _Stop:
                 self._waiting = number
             else:
                 raise Stopped(number)
+
+    @contextmanager
+    def insisting(self) -> Iterator[None]:
+        """Send a signal once more if Python ignores the exception, as in a finalizer or a callback of ``os.fork``."""
+        before = sys.unraisablehook
+
+        def again(ignored: "sys.UnraisableHookArgs") -> None:
+            if not isinstance(ignored.exc_value, Stopped):
+                before(ignored)
+                return
+            self._last = -math.inf
+            # from a thread and later, as an exception in this hook would be ignored too
+            sender = threading.Timer(AGAIN, os.kill, (os.getpid(), ignored.exc_value.number))
+            sender.daemon = True
+            sender.start()
+
+        sys.unraisablehook = again
+        try:
+            yield
+        finally:
+            sys.unraisablehook = before
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
@@ -165,7 +190,9 @@ def stoppable() -> Iterator[None]:
                 before[number] = handler
                 signal.signal(number, _stop)
     try:
-        yield
+        # of contexts within another one, the first sends again
+        with _stop.insisting() if before and _stop not in before.values() else nullcontext():
+            yield
     except SystemExit as error:
         # Looked up and not imported, as Lightning's import takes seconds; if it was raised, it has been imported.
         exceptions = sys.modules.get("lightning.pytorch.utilities.exceptions")

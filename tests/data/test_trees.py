@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.data import FederatedDataModule, FolderData, Loaded, TensorData
-from pfl_lightning.data.trees import cell
+from pfl_lightning.data.trees import as_tensor, cell
 from pfl_lightning.tasks import Classification, Regression
 
 X = np.arange(24, dtype=np.float64).reshape(12, 2)
@@ -23,6 +23,14 @@ def ready(x, y=Y, task=None):
 def whole(data):
     parts = [data.part(client, split) for client in range(2) for split in ("train", "val", "test")]
     return torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+
+
+def test_a_reversed_array_becomes_a_tensor_in_its_order():
+    array = np.arange(6.0).reshape(3, 2)
+    assert as_tensor(array[::-1]).tolist() == [[4, 5], [2, 3], [0, 1]]
+    assert as_tensor(array[:, ::-1]).tolist() == [[1, 0], [3, 2], [5, 4]]
+    # other arrays keep their memory
+    assert as_tensor(array[:, 1]).data_ptr() == array[:, 1].ctypes.data
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -12,6 +12,7 @@ from federations import (
     Pause,
     Sizes,
     Spy,
+    blobs,
     equal,
     fit,
     make_client,
@@ -482,3 +483,10 @@ def test_metrics_that_were_kept_are_not_told_of_other_samples(tmp_path):
     run = fit(make_client(FedPer), Wards("bdf"), evaluate="after")
     with pytest.raises(MisconfigurationException, match=r"trainer\.evaluate=after .* other samples"):
         run.trainer.test(run.model, datamodule=Wards("bdf", shift=4))
+
+
+def test_new_clients_without_test_samples_have_a_warning_and_no_table_of_nothing(capsys):
+    run = fit(make_client(), blobs(new_clients=1, test_fraction=0.0))
+    with pytest.warns(UserWarning, match=r"data\.test_fraction=0\.0 leaves new clients 4 without test samples"):
+        assert not any(name.startswith("new/") for name in run.trainer.join())
+    assert "nan" not in capsys.readouterr().out

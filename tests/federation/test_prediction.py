@@ -119,6 +119,18 @@ def test_clients_are_named_by_name_or_id():
             run.trainer.predict(run.model, ROWS, clients=wrong)
 
 
+def test_all_clients_predict_where_names_are_ids_of_others(tmp_path):
+    x, y = points(90, seed=2)
+    data = TensorData(x, y, Blobs().task, client=[["1", "2", "10"][row % 3] for row in range(90)])
+    run = fit(make_client(), data, tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"client=1 is the id of client '10'"):
+        run.trainer.predict(run.model, ROWS, clients=[1])
+    for rows in (None, ROWS):
+        assert list(run.trainer.predict(run.model, rows)) == data.client_names == ["1", "10", "2"]
+    saved = make_trainer().predict(run.model, ROWS, ckpt_path=run.last)
+    assert equal(saved["10"].outputs, run.trainer.predict(run.model, ROWS, clients="10")["10"].outputs)
+
+
 def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):
     data = named(new_clients=1)
     run = fit(make_client(FedAvg), data, root=tmp_path)

@@ -179,6 +179,8 @@ def test_perplexity_by_hand():
         (Segmentation(3), torch.full((1, 2, 2), 3), "from 3 to 3; .* and -100 "),
         (NextToken(7), torch.tensor([[7, -100]]), "from 7 to 7; .* allows 0 to 6"),
         (NextToken(7), {"a": torch.zeros(3)}, "targets that are a dict"),
+        (Regression(), [torch.zeros(3)], "targets that are a list"),
+        (Poisson(), (torch.zeros(3),), "targets that are a tuple"),
     ],
 )
 def test_targets_of_another_task_are_refused(task, target, sentence):

@@ -122,7 +122,7 @@ def read(leaf: Any, rows: Tensor | slice) -> Tensor:
 
 
 def as_tensor(values: Any, name: str = "a data set") -> Tensor:
-    """Return an array or a list of numbers as a tensor, without a copy where the type allows sharing.
+    """Return an array or a list of numbers as a tensor, without a copy where type and order allow sharing.
 
     Numbers in the other byte order and in extended precision, which torch doesn't know, are converted.
 
@@ -147,8 +147,9 @@ def as_tensor(values: Any, name: str = "a data set") -> Tensor:
         array = array.astype(np.float64 if array.dtype.kind == "f" else np.complex128)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # torch warns about read-only memory, such as a data frame's
-    return torch.as_tensor(array if array.flags.writeable else array.copy())
+    # torch warns about read-only memory, such as a data frame's, and refuses reversed arrays
+    is_shared = array.flags.writeable and min(array.strides, default=0) >= 0
+    return torch.as_tensor(array if is_shared else array.copy())
 
 
 def check_type(dtype: Any, name: str) -> None:

@@ -203,6 +203,37 @@ def joining_clients(data: FederatedDataModule, names: Sequence[str] | str | None
     return list(data.newcomers)
 
 
+def print_joined(joined: Joined, data: FederatedDataModule, metric: str) -> None:
+    """Print the test figures of new clients as a table; warn if there are none.
+
+    Args:
+        joined: the new clients' metrics.
+        data: the data module.
+        metric: the monitored metric, of which each client has a line.
+    """
+    whens = ("new_received", "new")
+
+    def figures(metrics: Mapping[str, float], name: str) -> list[str]:
+        # A NaN metric of the joined model adds a column with the number of clients that have a value, which the
+        # received model lacks.
+        return [f"{metrics.get(f'{when}/{name}', math.nan):.4g}" for when in whens]
+
+    names = [name.removeprefix("new/") for name in joined.metrics if name.startswith("new/")]
+    if not names:
+        whose = ", ".join(map(data.client_label, joined.clients))
+        rank_zero_warn(
+            f"data.test_fraction={data.test_fraction} leaves new clients {whose} without test samples, so nothing "
+            "tells how they fare; give them some."
+        )
+        return
+    cells = [[name, *figures(joined.metrics, name)] for name in names]
+    rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
+    # A client's name tells more than its id; the numbers of many clients are in the file.
+    if data.client_names and len(joined.clients) <= SHOWN:
+        by_client = [[data.client_label(client), *figures(own, metric)] for client, own in joined.clients.items()]
+        rank_zero_only(print)(text_table([[f"client, test {metric}", "received", "joined"], *by_client]))
+
+
 def joined_row(
     federation: Federation, epochs: int | None, rounds: int, names: Sequence[str] | str | None = None
 ) -> dict[str, float]:
@@ -220,24 +251,7 @@ def joined_row(
     for logger in federation.trainer.loggers:
         logger.log_metrics(metrics, step=federation.round)
         logger.save()
-    names = [name.removeprefix("new/") for name in metrics if name.startswith("new/")]
-    # A NaN metric of the joined model adds a column with the number of clients that have a value, which the received
-    # model lacks.
-    cells = [
-        [name, *(f"{metrics.get(f'{when}/{name}', math.nan):.4g}" for when in ("new_received", "new"))]
-        for name in names
-    ]
-    rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
-    by_client = [
-        [
-            data.client_label(client),
-            *(f"{own.get(f'{when}/{metric}', math.nan):.4g}" for when in ("new_received", "new")),
-        ]
-        for client, own in joined.clients.items()
-    ]
-    # A client's name tells more than its id; the numbers of many clients are in the file.
-    if data.client_names and len(by_client) <= SHOWN:
-        rank_zero_only(print)(text_table([[f"client, test {metric}", "received", "joined"], *by_client]))
+    print_joined(joined, data, metric)
     if folder := run_folder(federation.trainer):
         folder.mkdir(parents=True, exist_ok=True)
         write_rows(folder / "clients.csv", [described(data, c) | own for c, own in joined.clients.items()])

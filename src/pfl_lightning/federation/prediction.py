@@ -271,9 +271,11 @@ class Asked:
     def found(self) -> list[tuple[int | str, Any]]:
         """Ids of the clients, or names of those with kept models alone, each with its raw rows."""
         data = self._data()
-        every: Iterable[Any] = range(data.num_clients) if self.clients is None else self.clients
+        if self.clients is None:
+            # ids as they are, since one may be the name of another client
+            return [(client, self.rows) for client in range(data.num_clients)]
         own = self.clients if isinstance(self.clients, Mapping) else {}
-        return [(self._id_of(client, data), own.get(client, self.rows)) for client in every]
+        return [(self._id_of(client, data), own.get(client, self.rows)) for client in self.clients]
 
     def _id_of(self, client: int | str, data: FederatedDataModule) -> int | str:
         if client == NEW and NEW not in data.client_names:
@@ -310,7 +312,7 @@ class Asked:
         """
         data = self._data()
         names: list[int | str] = [*(data.client_names or range(data.num_clients + len(data.newcomers))), NEW]
-        every: Iterable[Any] = range(data.num_clients) if self.clients is None else self.clients
+        every: Iterable[Any] = names if self.clients is None else self.clients
         named: dict[int | str, Predictions] = {}
         for (id, _), asked, result in zip(self.found, every, results, strict=False):
             name = id if isinstance(id, str) else names[id]

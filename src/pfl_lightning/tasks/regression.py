@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
-from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_shape, log_mean
+from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_shape, described, log_mean
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Regression(Task):
 
     def check(self, target: Tensor, owner: str) -> None:
         """Refuse all targets but finite floating quantities for each sample."""
-        shape = list(target.shape[1:])
+        shape = list(target.shape[1:]) if isinstance(target, Tensor) else None
         fits = shape == [self.quantities] or (shape == [] and self.quantities == 1)
-        if not target.is_floating_point() or not fits:
+        if not fits or not target.is_floating_point():
             raise MisconfigurationException(
-                f"{owner} has {target.dtype} targets of shape {list(target.shape)}; task {self} takes "
-                f"{self.quantities} floating number{'s' * (self.quantities > 1)} a sample"
+                f"{owner} has {described(target)}; task {self} takes {self.quantities} floating "
+                f"number{'s' * (self.quantities > 1)} a sample"
             )
         # named here by number; in a loss, one NaN target would make all weights NaN
         if not target.isfinite().all():

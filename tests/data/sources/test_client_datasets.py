@@ -437,6 +437,12 @@ def test_rare_randomness_is_found(clients, count):
         ClientDatasets([(Noted(9), Rare(count, k, 0.1, 0.0)) for k in range(clients)], TASK)
 
 
+def test_a_late_client_s_random_set_comes_without_those_of_the_federation():
+    run = fit(make_client(), named(shaken), max_rounds=1)
+    run.trainer.join(None, ClientDatasets({"Jena": (Noted(12, 5, shaken), Noted(7, 6))}, TASK))
+    assert len(run.trainer.predict(None, points(3, 0)[0], clients="Jena")["Jena"]) == 3
+
+
 def test_random_sets_are_refused_by_the_vectorised_engine():
     with pytest.raises(MisconfigurationException, match="vectorised"):
         fit(make_client(net=plain), named(shaken), engine="vectorised")

@@ -144,6 +144,14 @@ def test_a_data_frame_is_what_its_file_is(path):
     assert "path" not in one.hparams
 
 
+def test_a_reversed_data_frame_is_a_table():
+    table = pandas.DataFrame({"age": [1.5, 2.0, 4.0], "beds": [3, 1, 2], "late": [True, False, True]})
+    data = TableData(table.iloc[::-1], "age", Regression(), test_fraction=0.0, partitioner=IID(), num_clients=1)
+    loaded = data.load()
+    assert loaded.x.tolist() == [[2, 1], [1, 0], [3, 1]] and loaded.y.tolist() == [4, 2, 1.5]
+    assert data.inputs(table[["beds", "late"]][::-1], 0).tolist() == loaded.x.tolist()
+
+
 def test_what_is_no_table_is_refused():
     with pytest.raises(MisconfigurationException, match=r"data\.path is a list; give a file, or a pandas data frame"):
         TableData([1, 2], "price", Regression())

@@ -281,11 +281,12 @@ def plain_numbers(values: Any, owner: str) -> Tensor | None:
         MisconfigurationException: if the column holds dates, lists or other objects.
     """
     kind = values.dtype.kind
+    # NumPy copies, as torch takes no reversed array, such as a column of table[::-1];
     # unsigned integers beyond int64 become floats, which lose digits but keep their order
     if kind in "bi" or (kind == "u" and int(values.max()) < 2**63):
-        return torch.tensor(values.to_numpy(dtype=np.int64))
+        return torch.from_numpy(np.array(values, dtype=np.int64))
     if kind in "fu":
-        return torch.tensor(values.to_numpy(dtype=np.float64))
+        return torch.from_numpy(np.array(values, dtype=np.float64))
     # pandas keeps decimals and mixed columns as objects
     objects = values.to_numpy(dtype=object)
     types = set(map(type, objects))
