@@ -152,6 +152,7 @@ class RunningMean(Mapping[str, Tensor]):
         self.expected = sum(counts[client] for client in sorted(counts))
         self.counts: dict[int, float] = {}
         """Weights of the clients that were added."""
+        # the next client is the last one, which is taken off without moving the others
         self._waiting = sorted(counts, reverse=True)
         self._early: dict[int, Mapping[str, Tensor]] = {}
         self._totals: StateDict = {}
@@ -176,6 +177,7 @@ class RunningMean(Mapping[str, Tensor]):
         """Add the next model in the order of ids to the sum, and let go of it."""
         model, share = self._early.pop(client), self.counts[client] / self.expected
         self.kinds = self.kinds or {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
+        # the operations of `weighted_mean`, one model at a time, which give its bits
         for name, tensor in model.items():
             if not tensor.is_floating_point():
                 total = self._totals.get(name, tensor)
@@ -190,11 +192,13 @@ class RunningMean(Mapping[str, Tensor]):
         if self._mean is None:
             for client in sorted(self._early):
                 self._take(client)
+            # in the order of ids, as every sum of floats
             came = sum(self.counts[client] for client in sorted(self.counts))
             if came != self.expected:
                 for total in filter(Tensor.is_floating_point, self._totals.values()):
                     total.mul_(self.expected / came)
             self._mean = {name: total.to(self.kinds[name][1]) for name, total in self._totals.items()}
+            # of weights in half precision the sum is a tensor of its own, which nobody needs any more
             self._totals = {}
         return self._mean
 

@@ -119,6 +119,22 @@ def test_clients_are_named_by_name_or_id():
             run.trainer.predict(run.model, ROWS, clients=wrong)
 
 
+def test_a_client_without_test_samples_is_left_out_with_a_warning(tmp_path):
+    x, y = points(60, seed=2)
+    split = ["test" if row % 4 == 0 and row % 3 else "train" for row in range(60)]
+    settings = {"client": [NAMES[row % 3] for row in range(60)], "split": split, "client_split": "given"}
+    data = TensorData(x, y, Blobs().task, **settings)
+    run = fit(make_client(), data, root=tmp_path, max_rounds=1)
+    with pytest.warns(UserWarning, match="no test samples to predict for at client .*Bremen"):
+        predicted = run.trainer.predict(run.model)
+    assert sorted(predicted) == ["Erfurt", "Ulm"]
+    with pytest.raises(MisconfigurationException, match="no client has test samples"):
+        none = TensorData(x, y, Blobs().task, **(settings | {"split": ["train"] * 60}))
+        run = fit(make_client(), none, root=tmp_path / "none", max_rounds=1)
+        run.trainer.predict(run.model)
+    assert len(run.trainer.predict(run.model, ROWS)) == 3
+
+
 def test_all_clients_predict_where_names_are_ids_of_others(tmp_path):
     x, y = points(90, seed=2)
     data = TensorData(x, y, Blobs().task, client=[["1", "2", "10"][row % 3] for row in range(90)])

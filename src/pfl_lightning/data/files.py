@@ -38,6 +38,7 @@ def read_array(path: Path, owner: str) -> Any:
     if path.suffix not in ARRAYS:
         raise MisconfigurationException(f"{owner} must be a .npy or .pt file")
     try:
+        # mapped, as a pool may be larger than memory; an array of objects is refused by NumPy itself
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")
         return saved_by_torch(path, "cpu", mapped=True)

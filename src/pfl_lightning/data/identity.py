@@ -52,11 +52,14 @@ def keys_of_tensor(rows: Tensor) -> Keys:
     width = rows[:1].numel() * rows.element_size()
     if not width:
         return keys
+    # of one seed, so that a checkpoint's keys are those of every later process
     factors = np.random.PCG64(0).random_raw(-(-width // 4)) | np.uint64(1)
+    # some rows at once: all of them in 64 bits would take twice the memory of the pool
     step = max(1, BYTES // width)
     for start in range(0, count, step):
         block = rows[start : start + step].detach().cpu().contiguous().reshape(-1, width // rows.element_size())
         data = block.view(torch.uint8).numpy()
+        # words have four bytes, and the padding of a row adds nothing to its sum
         if width % 4:
             data = np.pad(data, ((0, 0), (0, -width % 4)))
         keys[start : start + step] = data.view(np.uint32).astype(np.uint64) @ factors
@@ -102,6 +105,7 @@ def keys_of(contents: Tree, targets: Tree, owners: Tensor | None) -> RowKeys:
         targets: a tree of tensors.
         owners: number of each row's owner, int64 [N]; None counts places in the whole pool.
     """
+    # inputs that stay in files would have to be read as a whole
     is_whole = all(isinstance(leaf, Tensor) for leaf in leaves_of(contents))
     own = keys_of_tree(targets)
     return RowKeys(keys_of_tree(contents) if is_whole else None, mixed(own + places_of(owners, len(own))))
@@ -115,6 +119,7 @@ def keys_of_tree(tree: Tree) -> Keys:
     """
     keys: Keys = np.zeros(rows_in(tree), dtype=np.uint64)
     for place, leaf in enumerate(leaves_of(tree), 1):
+        # with the leaf's place, so that inputs and targets of the same numbers don't change places unseen
         keys = mixed(keys + keys_of_tensor(leaf) + np.uint64(place))
     return keys
 
@@ -132,6 +137,7 @@ def places_of(owners: Tensor | None, count: int) -> Keys:
     places = np.arange(count, dtype=np.uint64)
     if owners is None:
         return places
+    # stable, so that the rows of an owner keep their order
     order = np.argsort(owners.numpy(), kind="stable")
     starts = np.cumsum(np.bincount(owners.numpy())) - np.bincount(owners.numpy())
     result = np.empty(count, dtype=np.uint64)
@@ -155,6 +161,7 @@ def digests(keys: RowKeys, division: Division, count: int) -> Tensor:
         rows, owners = held_in(division, [split], count)
         sizes = np.array(division.sizes[split][:count])
         ends = np.cumsum(sizes)
+        # a number for each place in a client's split makes the sum of its keys depend on their order
         steps = (np.arange(len(rows)) - (ends - sizes)[owners] + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         columns = {2: mixed(keys.targets[rows] + steps)}
         if keys.contents is not None:
@@ -195,6 +202,7 @@ def warn_of_shared_rows(keys: Keys, division: Division, may_coincide: Callable[[
     splits: list[Split] = ["test", "val"]
     for split in splits:
         rows, owners = held_in(division, [split], count)
+        # keys of a row and its client together, which one search compares for all clients
         twice = np.isin(mixed(keys[rows] + owners.astype(np.uint64)), train)
         # one line, as what spoils the test set mostly spoils the validation set too
         if twice.any() and not lines:
@@ -259,6 +267,7 @@ def told_between(keys: Keys, division: Division, count: int) -> str:
         count: number of clients.
     """
     rows, owners = held_in(division, get_args(Split), count)
+    # samples that several clients share by a setting are held at one position, and no duplicates
     rows, first = np.unique(rows, return_index=True)
     order = np.argsort(keys[rows], kind="stable")
     own, of_key = owners[first][order], keys[rows][order]
@@ -287,6 +296,7 @@ def may_coincide(contents: Tree, count: int) -> bool:
         contents: a tree of tensors.
         count: number of rows.
     """
+    # evenly over all rows, as neighbours in a file are often alike
     looked_at = torch.from_numpy(np.unique(np.linspace(0, count - 1, min(FEW, count)).astype(np.int64)))
     possible = 1
     for leaf in leaves_of(contents):

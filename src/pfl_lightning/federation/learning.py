@@ -35,6 +35,7 @@ class FirstRounds:
         Args:
             row: the round's row of the record, once its updates are aggregated.
         """
+        # of a resumed run the first rounds may be missing, and the others don't show that nothing was learned
         if row["round"] > ROUNDS:
             return False
         self.rows.append({name: row.get(name) for name in ("clients", "cohort", "lr", "local/steps", "train/loss")})
@@ -48,6 +49,7 @@ class FirstRounds:
             min_clients: the setting ``trainer.min_clients``.
             changed: whether a trained parameter changed.
         """
+        # from the outside in: without updates nothing else can be known
         if not any(row["clients"] for row in self.rows):
             reason = self._without_update(schedule, min_clients)
         elif all(row["train/loss"] == 0 for row in self.rows):
@@ -100,6 +102,7 @@ def any_changed(
         states: the states of clients by id, or of some.
         architecture_of: returns the number of a client's architecture.
     """
+    # frozen entries never change, and would make every run look still
     trained = [{name for name, each in module.named_parameters() if each.requires_grad} for module in modules]
 
     def pairs() -> Iterator[tuple[Mapping[str, Tensor], StateDict, set[str]]]:

@@ -24,6 +24,8 @@ from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
 
 NEW = "new"
+MOST_NAMED = 5
+"""Largest number of clients that a warning names."""
 """Name, in the place of a client's, for a client that the federation doesn't know."""
 
 
@@ -235,6 +237,26 @@ def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str]) -> Prediction
     return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names))
 
 
+def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:
+    """Return the clients that have test samples, and warn of the others.
+
+    Args:
+        clients: ids of all clients.
+        data: the data module.
+
+    Raises:
+        MisconfigurationException: if no client has any.
+    """
+    # a client without test samples must not take the predictions of all others away
+    there = [client for client in clients if data.size(client, "test")]
+    if not there:
+        raise MisconfigurationException("no client has test samples to predict for; give data=, with rows of inputs")
+    if out := [data.client_label(client) for client in clients if client not in set(there)]:
+        more = f" and {len(out) - MOST_NAMED} more" if len(out) > MOST_NAMED else ""
+        rank_zero_warn(f"no test samples to predict for at client {', '.join(out[:MOST_NAMED])}{more}.")
+    return there
+
+
 Batch: TypeAlias = tuple[int | str, Tree, list[str]]
 """A client's id, or the name of one with a kept model that isn't in the data; the inputs to predict for, None for its
 test split; and names of the classes."""
@@ -273,7 +295,8 @@ class Asked:
         data = self._data()
         if self.clients is None:
             # ids as they are, since one may be the name of another client
-            return [(client, self.rows) for client in range(data.num_clients)]
+            clients = list(range(data.num_clients))
+            return [(client, self.rows) for client in (clients if self.rows is not None else with_tests(clients, data))]
         own = self.clients if isinstance(self.clients, Mapping) else {}
         return [(self._id_of(client, data), own.get(client, self.rows)) for client in self.clients]
 

@@ -133,6 +133,7 @@ class CollaborationGraph(WeightedAverage):
         norms = squares.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         mixes = weighted_means(models, a.tolist())
         references = weighted_means(models, (a / norms).tolist(), self.names)
+        # clients that stay away keep their mixes
         self.state["mixes"].update(zip(updates, mixes, strict=True))
         self.state["references"].update(zip(updates, references, strict=True))
         return {"own_weight": float(a.diagonal().mean())}
