@@ -3,6 +3,8 @@
 import math
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from pfl_lightning.compression import EightBits, HalfPrecision, Sign, TopK
 from pfl_lightning.engines import Sequential
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, LGFedAvg, Local
-from pfl_lightning.privacy import DPSGD, DPAverage
+from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
 
 KINDS = {"top-k": TopK(0.25), "sign": Sign(), "8 bits": EightBits(), "half": HalfPrecision()}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -53,6 +55,14 @@ class Changes(Spy):
 
     def on_aggregate_end(self, trainer, federation, logs):
         self.residuals.append({k: state.residual for k, state in federation.clients.items()})
+
+
+def of_the_page():
+    """The class that docs/compression.md shows."""
+    page = (Path(__file__).parents[1] / "docs" / "compression.md").read_text()
+    made: dict[str, Any] = {"__name__": "mine"}
+    exec(page.partition("```python\n")[2].partition("```")[0], made)
+    return made["FourBits"]()
 
 
 # One parameter
@@ -311,3 +321,41 @@ def test_updates_are_counted_by_what_travelled_and_not_by_what_was_restored():
     assert num_bytes(compressed.update["weights"]) == num_bytes(compressed.update["weights"].travelled)
     assert num_bytes(dict(compressed.update["weights"])) == num_bytes(outcome.update["weights"])
     assert np.isfinite(num_bytes(compressed.update))
+
+
+# A compression of one's own
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_the_page_s_class_packs_two_entries_a_byte(size):
+    kind, change = of_the_page(), drawn(size)
+    packed = kind.pack(change)
+    assert num_bytes(packed) == (size + 1) // 2 + 4
+    step = change.abs().max() / 7
+    assert (kind.unpack(packed, size) - change).abs().max() <= step / 2 + 1e-6
+    assert not kind.unpack(kind.pack(torch.zeros(size)), size).any()
+
+
+def test_the_page_s_class_has_error_feedback_and_counts_its_bytes(tmp_path):
+    kind = of_the_page()
+    check_order_and_resume(FedAvg, tmp_path, compression=kind)
+    run, whole = (fit(make_client(), max_rounds=6, **settings) for settings in ({"compression": kind}, {}))
+    parameters = list(run.model.parameters())
+    expected = sum((p.numel() + 1) // 2 + 4 for p in parameters) + 8
+    assert run.rows[0]["bytes/up"] == 4 * expected
+    assert run.rows[-1]["train/loss"] == pytest.approx(whole.rows[-1]["train/loss"], rel=0.1)
+    assert all(state.residual for state in run.federation.clients.values())
+
+
+def test_a_guarantee_bounds_what_the_page_s_class_restores():
+    spy = Changes()
+    private = DPAverage(clip=0.01, noise_multiplier=0.0)
+    fit(make_client(), aggregator=private, compression=of_the_page(), callbacks=[spy], max_rounds=1)
+    before, after = spy.received[0][0], private.global_model()
+    moved = torch.cat([(after[n] - before[n]).flatten() for n in before]).norm()
+    assert 0 < moved <= 0.01 + 1e-6
+
+
+def test_secure_sums_refuse_the_page_s_class():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.compression=FourBits.*secure_sum"):
+        fit(make_client(), compression=of_the_page(), secure_sum=SecureSum())

@@ -13,6 +13,7 @@ from pfl_lightning.flower import remote as engine
 from pfl_lightning.flower import wire
 from pfl_lightning.methods import FedPer
 from sweeps import swept
+from test_compression import of_the_page
 
 
 def make():
@@ -31,6 +32,14 @@ def test_a_deployment_has_the_bits_and_bytes_of_a_simulation(name, tmp_path):
     assert equal(remote.weights, here.weights)
     assert [row["bytes/up"] for row in remote.rows] == [row["bytes/up"] for row in here.rows]
     assert here.rows[0]["bytes/up"] < fit(make(), max_rounds=1).rows[0]["bytes/up"]
+
+
+def test_a_class_of_ones_own_has_the_bits_and_bytes_of_a_simulation_at_sites(tmp_path):
+    kind = of_the_page()
+    remote = deploy(grid_of(make, tmp_path, compression=kind), make, compression=kind)
+    here = fit(make(), compression=kind)
+    assert equal(remote.weights, here.weights)
+    assert [row["bytes/up"] for row in remote.rows] == [row["bytes/up"] for row in here.rows]
 
 
 def test_residuals_stay_at_sites_and_a_resumed_deployment_goes_on_with_them(tmp_path):
