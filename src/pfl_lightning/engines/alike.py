@@ -7,12 +7,14 @@ from itertools import accumulate, takewhile
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.engines.base import Engine, Evaluated, Job
+from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
 from pfl_lightning.internals.of_torch import BatchNorm
 
@@ -82,9 +84,13 @@ class Alike:
         except SamplesMeet:
             self.usable, self.samples_meet = False, True
             return None
-        # Evaluated one by one, clients raise an error of their own code with its traceback and the client's name.
-        except Exception:
+        except ReadsClient:
             self.usable = False
+            return None
+        # Evaluated one by one, clients raise an error of their own code with its traceback and the client's name.
+        except Exception as error:
+            self.usable = False
+            rank_zero_info(f"clients with one model are evaluated one by one from now on: {reason_of(error)}.")
             return None
         return list(results.items())
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.func import vmap
 
@@ -77,10 +78,11 @@ class BlockEvaluator:
         except torch.cuda.OutOfMemoryError:
             # Memory ran out for a single client beside the stack; another time it may suffice.
             return None
-        except Exception:
+        except Exception as error:
             # Evaluate each client alone instead: an error in the module's own code is raised there, with its own
             # traceback.
             self.usable = False
+            rank_zero_info(f"clients are evaluated one by one from now on: {reason_of(error)}.")
             return None
         return results
 
