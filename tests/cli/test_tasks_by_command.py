@@ -81,6 +81,6 @@ def test_methods_of_classes_are_refused_in_a_sentence(capsys):
 
 def test_a_metric_that_is_not_there_selects_nothing(capsys):
     line = f"fit --model FedAvg --data masks_and_marks.Marks --model.net MLP --trainer.monitor val/acc {SETTINGS}"
-    assert "trainer.monitor='val/acc' is not measured; choose from map, f1, loss" in refusal(line, capsys).replace(
-        "f1, map", "map, f1"
-    )
+    assert "trainer.monitor='val/acc' is not measured; choose from map, f1, f1_pooled, map_pooled, loss" in refusal(
+        line, capsys
+    ).replace("f1, map", "map, f1")

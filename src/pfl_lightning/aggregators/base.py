@@ -236,7 +236,8 @@ class Aggregator:
         """Return what adds the weights of a round up as they come; None, the default, to get each client's own.
 
         The mean then is in the place of each client's ``weights`` in `aggregate`, and no more than one client's weights
-        are in memory. Only a server that does nothing but average may ask for it.
+        are in memory. Only a server that does nothing but average may ask for it. It isn't asked in a deployment, under
+        secure sums, and where a callback looks at updates.
 
         Args:
             sizes: the expected clients' numbers of training samples, by id.

@@ -203,7 +203,8 @@ class Auto(Engine):
             engine: the engine in use.
         """
         # the engine of the training is told once for both
-        if (use, engine) in self._told or (use == "evaluates" and any(each == "trains" for each, _ in self._told)):
+        trained = any(each == "trains" for each, _ in self._told)
+        if engine not in self._reasons or (use, engine) in self._told or (use == "evaluates" and trained):
             return
         self._told.add((use, engine))
         rank_zero_info(f"trainer.engine='auto' {use} with {type(engine).__name__.lower()}: {self._reasons[engine]}.")

@@ -762,8 +762,10 @@ class Federation(LightningModule):
         Args:
             clients: ids of the clients whose updates arrive.
         """
-        # whoever looks at single updates needs all of them
-        if self.options.secure_sum is not None or self._listeners("on_aggregate_start"):
+        # whoever looks at single updates needs all of them; and where clients may miss, the mean of those that answer
+        # has the bits of a round without the others, which a sum that expects all can't give
+        may_miss = any(engine.may_miss_clients for engine in self.engines)
+        if may_miss or self.options.secure_sum is not None or self._listeners("on_aggregate_start"):
             return None
         mean = self.aggregator.running_mean(self.sizes(clients, "train"))
         return None if mean is None else Arrivals(mean, self.aggregator, self._shared_now)
