@@ -26,7 +26,7 @@ ROOMS = {
     "pfl_lightning.data": "Clients and their samples: data sets, sources, partitioners, preprocessing",
     "pfl_lightning.methods": "Client sides of the methods",
     "pfl_lightning.aggregators": "Server sides of the methods",
-    "pfl_lightning.aggregators.means": "Rules in the place of the weighted mean, against bad clients",
+    "pfl_lightning.aggregators.means": "Rules in place of the weighted mean, against bad clients",
     "pfl_lightning.tasks": "Losses and metrics: classes, quantities, survival, labels, masks, tokens",
     "pfl_lightning.nets": "Networks, and the cut into features and classifier",
     "pfl_lightning.callbacks": "Records, pictures, attacks and audits",

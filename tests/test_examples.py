@@ -123,7 +123,7 @@ def test_the_sweep_of_weights_and_biases_runs_trials_and_has_what_it_chooses_by(
     for name, value in {"MODE": "offline", "SILENT": "true", "CACHE_DIR": "cache", "CONFIG_DIR": "config"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     for trial in range(2):
-        # what an agent does: it names the run, and puts the trial's settings in the place of ${args}
+        # what an agent does: it names the run, and puts the trial's settings in place of ${args}
         monkeypatch.setenv("WANDB_RUN_ID", f"trial{trial}")
         spaces = {
             name: space.get("values") or [space["min"], space["max"]] for name, space in sweep["parameters"].items()

@@ -73,7 +73,7 @@ def figure(method, expected, tolerance=0.01):
 
 
 def checked(capsys, *checks, budget=600.0, runs=None):
-    """The exit code of a check with rows in the place of runs, and the first word of each printed line."""
+    """The exit code of a check with rows in place of runs, and the first word of each printed line."""
     rows = {"Local": {"acc mean": "0.5"}, "FedAvg": {"acc mean": ""}}
     code = LEDGER["check"](list(checks), budget, ".", Path("out"), runs or (lambda *given: rows))
     return code, [line.split()[0] for line in capsys.readouterr().out.splitlines()]

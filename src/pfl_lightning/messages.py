@@ -138,7 +138,7 @@ class Restored(dict[str, Tensor]):
 
 
 class RunningMean(Mapping[str, Tensor]):
-    r"""The weighted mean of a round's models, added up as they come; it stands in the place of each of them.
+    r"""The weighted mean of a round's models, added up as they come, which stands for each of them.
 
     Models are added in the order of the clients' ids, whenever they come, so that the mean has the bits of
     `weighted_mean`. Where a client of the cohort gives none, the sum is divided by the weight that came, which rounds

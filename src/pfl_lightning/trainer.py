@@ -782,7 +782,7 @@ def check_callback(callback: Any) -> None:
 
 
 def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedDataModule | None:
-    """Return the data module, which may stand in the place of a loader; refuse loaders, which hold no clients.
+    """Return the data module, which may stand in place of a loader; refuse loaders, which hold no clients.
 
     Args:
         datamodule: the argument ``datamodule``.

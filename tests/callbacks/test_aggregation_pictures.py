@@ -31,7 +31,7 @@ def pictures(folder):
 
 
 def comparable(record):
-    """The record with a number in the place of NaN, which doesn't equal itself."""
+    """The record with a number in place of NaN, which doesn't equal itself."""
     return tree_map(lambda tensor: tensor.nan_to_num(nan=-1), record)
 
 

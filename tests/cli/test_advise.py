@@ -341,7 +341,7 @@ def test_where_no_site_has_enough_rows_they_count_by_their_rows(tmp_path):
     assert "by their rows" in " ".join(str(content) for _, content in advice.parts())
 
 
-# Trials of the decision, with models by least squares in the place of runs
+# Trials of the decision, with models by least squares in place of runs
 
 
 def table_of(rng, sizes, inputs=10, noise=False):
@@ -439,7 +439,7 @@ def record(run, accuracies):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Puts records in the place of runs; the list of runs that were asked for, and settings of what comes out."""
+    """Puts records in place of runs; the list of runs that were asked for, and settings of what comes out."""
     asked = SimpleNamespace(runs=[], fails={}, accuracies=lambda run: [(0.5 + wobble(run), 0.5)] * 3)
 
     def run_all(runs, jobs, environment, report, starter):

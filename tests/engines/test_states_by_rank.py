@@ -1,4 +1,4 @@
-"""Clients' states that stay with their rank, and sums in the place of updates."""
+"""Clients' states that stay with their rank, and sums in place of updates."""
 
 from functools import partial
 

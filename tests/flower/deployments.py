@@ -75,7 +75,7 @@ def grid_of(
         nodes: other sites.
         resident: whether a site is made once, and not anew for each message.
         keys: gives each site's keys of secure sums, by node.
-        as_simulated: whether sites train by the simulation's seeds under secure sums too, in the place of their own.
+        as_simulated: whether sites train by the simulation's seeds under secure sums too, in place of their own.
         **settings: the Trainer's.
     """
 

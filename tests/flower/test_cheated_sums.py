@@ -227,7 +227,7 @@ def test_a_new_run_may_begin_with_other_clients_where_its_model_is_another(tmp_p
 
 
 class Middle:
-    """A server that shows the victim its own keys in the place of all others', and reads what is sealed for these."""
+    """A server that shows the victim its own keys in place of all others', and reads what is sealed for these."""
 
     def __init__(self, grid, folder):
         self.folder, self.parties, self.read = folder, {}, None

@@ -178,7 +178,7 @@ def test_a_phase_ends_a_time_of_grace_after_enough_answers(tmp_path, clock, resu
 
 
 def fails(*nodes):
-    """Has sites tell of a failure in the place of each training and evaluation."""
+    """Has sites tell of a failure in place of each training and evaluation."""
 
     def spoil(node, kind, content):
         if node in nodes and kind in ("train", "evaluate"):

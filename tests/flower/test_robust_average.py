@@ -1,4 +1,4 @@
-"""Rules in the place of the mean, where clients are at sites."""
+"""Rules in place of the mean, where clients are at sites."""
 
 import pytest
 

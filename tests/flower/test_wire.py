@@ -151,12 +151,12 @@ def tree(change: Callable[[Any], None]) -> Callable[[RecordDict], None]:
 
 
 def text(new: Any) -> Callable[[RecordDict], None]:
-    """Puts something in the place of the nesting."""
+    """Puts something in place of the nesting."""
     return lambda content: content.__setitem__(TREE, ConfigRecord({"tree": new}))
 
 
 def weight(node: Any) -> Callable[[RecordDict], None]:
-    """Puts something in the place of the entry net.w."""
+    """Puts something in place of the entry net.w."""
     return tree(lambda nodes: nodes[1][0][1][1][0].__setitem__(1, node))
 
 
@@ -175,7 +175,7 @@ def changed(**entries: Any) -> Callable[[RecordDict], None]:
 
 
 def array(data: bytes, stype: str = wire.STYPE) -> Callable[[RecordDict], None]:
-    """Puts other bytes in the place of the tensors'."""
+    """Puts other bytes in place of the tensors'."""
     new = ArrayRecord({"tensors": Array("uint8", (len(data),), stype, data)})
     return lambda content: content.__setitem__("tensors", new)
 

@@ -91,7 +91,7 @@ def test_clients_that_stay_on_a_device_have_one():
 
 @pytest.mark.parametrize("lifetime", ["round", "run"])
 def test_clients_stay_on_a_gpu_that_has_room_for_all_of_them(lifetime, monkeypatch, caplog):
-    # on the device "meta" in the place of a GPU
+    # on the device "meta" in place of a GPU
     module = make_client(FedPer, net=plain, optimizer_lifetime=lifetime).to("meta")
     personal = [tensor for name, tensor in module.state_dict().items() if module.is_personal(name)]
     kept = sum(tensor.nbytes for tensor in personal)

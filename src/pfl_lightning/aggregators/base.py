@@ -118,7 +118,7 @@ def check_buffers(model: StateDict, initial: StateDict, updates: Updates, name: 
             continue
         now, fault = model[entry], ""
         if not first.is_floating_point() and now.is_floating_point():
-            fault = f"{now.dtype} in the place of {first.dtype}"
+            fault = f"{now.dtype} in place of {first.dtype}"
         elif entry.endswith("running_var") and bool((now < 0).any()):
             sent = [update["weights"][entry] for update in updates.values() if entry in update.get("weights", {})]
             fault = "" if any(bool((tensor < 0).any()) for tensor in sent) else f"{now.min():.3g}, less than 0"
@@ -224,7 +224,7 @@ class Aggregator:
     def turns(self, clients: Sequence[int], round: int) -> list[int] | None:
         """Return a round's clients in the order of their turns; None, the default, trains all from their own payloads.
 
-        In turns, each client receives the ``weights`` that the client before it sent, in the place of its payload's.
+        In turns, each client receives the ``weights`` that the client before it sent, in place of its payload's.
 
         Args:
             clients: ids of the round's clients.
@@ -235,7 +235,7 @@ class Aggregator:
     def running_mean(self, sizes: Mapping[int, int]) -> RunningMean | None:
         """Return what adds the weights of a round up as they come; None, the default, to get each client's own.
 
-        The mean then is in the place of each client's ``weights`` in `aggregate`, and no more than one client's weights
+        The mean then is in place of each client's ``weights`` in `aggregate`, and no more than one client's weights
         are in memory. Only a server that does nothing but average may ask for it. It isn't asked in a deployment, under
         secure sums, and where a callback looks at updates.
 

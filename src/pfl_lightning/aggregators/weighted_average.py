@@ -33,7 +33,7 @@ class WeightedAverage(Aggregator):
     short of it or go beyond it: :math:`w \leftarrow w + \eta_g (\bar w - w)`. This holds for learnable parameters;
     running statistics are averaged.
 
-    A factor :math:`\gamma` below 1 puts :math:`\gamma \bar w` in the place of :math:`\bar w`, so that the model's norm
+    A factor :math:`\gamma` below 1 puts :math:`\gamma \bar w` in place of :math:`\bar w`, so that the model's norm
     shrinks each round. In front of a BatchNorm layer the scale of weights changes no output. With half the norm their
     gradient is twice as large, and turns them four times as far: a shrunk net learns at a higher effective rate, in
     proportion to :math:`1 / \lVert w \rVert^2`. Without a normalisation the factor acts like weight decay on the
@@ -172,14 +172,14 @@ class WeightedAverage(Aggregator):
             target: the mean, with buffers; changed in place.
         """
         if self.gamma != 1:
-            # a mean's own tensors: a new one, since a rule may return an upload's
+            # out of place, since a rule may return an upload's tensor
             target |= {name: self.gamma * entry for name, entry in target.items() if entry.is_floating_point()}
         if self.server_lr != 1:
             w = self.state["weights"]
             for name in filter(target.__contains__, self.learnable):
                 # with precision=64-true the initial model is float32 and uploads are float64
                 target[name] = torch.lerp(w[name].to(target[name]), target[name], self.server_lr)
-        # entries that no upload has stay, as of clients who send a part of the shared entries
+        # keep entries missing from all uploads, as where clients send a part of the shared entries
         self.state["weights"] = self.state.get("weights", {}) | target
 
     def mean_of(self, updates: Updates, weights: Mapping[int, float]) -> StateDict:

@@ -214,7 +214,7 @@ class MembershipAudit(FederatedCallback):
         Args:
             federation: the federation.
             name: of the models.
-            models: by client id, entries that stand in the place of those that it is evaluated by.
+            models: by client id, entries that stand in place of those that it is evaluated by.
         """
         found: dict[Split, list[Losses]] = {"train": [], "test": []}
         # two audits of a round, of uploads and of models, share their rows

@@ -42,7 +42,7 @@ class SampleScores(FederatedCallback):
     Source: Efron and Tibshirani, 1993, An Introduction to the Bootstrap, chapter 11.
 
     Args:
-        optional: whether to write nothing, and say why, where scores aren't possible, in the place of refusing the run.
+        optional: whether to write nothing, and say why, where scores aren't possible, in place of refusing the run.
 
     Raises:
         MisconfigurationException: at the start of ``fit``, if a guarantee of privacy holds, rows are at sites, or a

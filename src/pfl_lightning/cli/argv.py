@@ -44,7 +44,7 @@ class Argument:
 
     @property
     def resolved(self) -> list[str]:
-        """The argument's words, with the path of a configuration in the place of the configuration's name."""
+        """The argument's words, with the path of a configuration in place of the configuration's name."""
         if self.name not in CONFIG or not self.value:
             return list(self.words)
         path = str(find(self.value) or self.value)

@@ -8,7 +8,7 @@ from pfl_lightning.cli.usage import UsageError
 COMMANDS = ("join",)
 """Commands that find their configuration in the folder of a run."""
 TABLES = (".csv", ".parquet")
-"""Endings of files that ``--data`` takes in the place of a class."""
+"""Endings of files that ``--data`` takes in place of a class."""
 
 
 def with_run(line: CommandLine) -> CommandLine:

@@ -38,7 +38,7 @@ class Configured(PflCLI):
         return str(commands_of(self.parser)[str(self.subcommand)].dump(config, skip_unset=False))
 
     def fit(self, aggregator: Any = None, **kwargs: Any) -> None:
-        """Keep the aggregator in the place of training; Lightning prefers this method to the trainer's.
+        """Store the aggregator, and don't train; Lightning prefers this method to the trainer's.
 
         Args:
             aggregator: the server side; None if the command line names none.
@@ -73,7 +73,7 @@ class Complaint(Exception):
 
 
 class _Asked(Parser):
-    """Parser raising `Complaint` in the place of exiting."""
+    """Parser raising `Complaint` in place of exiting."""
 
     def complain(self, message: str) -> NoReturn:
         file, self._file = self._file, ""

@@ -58,7 +58,7 @@ name_paths({f"{aggregators.__name__}.{name}": getattr(aggregators, name) for nam
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser with one-sentence errors in the place of pages of usage."""
+    """Lightning's parser with one-sentence errors in place of pages of usage."""
 
     _file = ""
 
@@ -177,7 +177,7 @@ class PflCLI(LightningCLI):
         self.config = parser.parse_args(args.completed(own_server))
 
     def before_instantiate_classes(self) -> None:
-        """Refuse nulls early, in the place of an unrelated error later."""
+        """Refuse nulls early, in place of an unrelated error later."""
         settings = self.config[self.subcommand]
         if not isinstance(settings.trainer, Namespace):
             raise MisconfigurationException(

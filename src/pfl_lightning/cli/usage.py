@@ -70,7 +70,7 @@ class Arguments(ArgumentParser):
         self.command = command
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UsageError` in the place of printing the usage and exiting."""
+        """Raise `UsageError` in place of printing the usage and exiting."""
         raise UsageError(f"{self.command}: {message.removeprefix('argument ')}.")
 
 

@@ -436,7 +436,7 @@ class ClientModule(LightningModule):
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
 
     def adapter_state(self) -> StateDict:
-        """Return what the client's folder of adapters has in the place of the net's own adapters; by default nothing.
+        """Return what the client's folder of adapters has in place of the net's own adapters; by default nothing.
 
         The folder, as `save_adapters` and callback `AdapterFolders` write it, is then ``net.adapted``, and
         ``peft.PeftModel.from_pretrained(base, folder)`` has the outputs of `forward`. An override of `forward` that

@@ -186,7 +186,7 @@ def client_id(client: int | str, names: Sequence[str], total: int, setting: str 
 
 
 def instead_of(name: str, names: Sequence[str], total: int) -> str:
-    """Return advice in the place of an unknown name: close names, or some names, or the range of ids.
+    """Return advice in place of an unknown name: close names, or some names, or the range of ids.
 
     >>> instead_of("bremen", ["Bremen", "Ulm"], 2), instead_of("Rom", ["Bremen", "Ulm"], 2), instead_of("9", [], 4)
     ('did you mean Bremen?', 'choose from Bremen, Ulm', 'clients have no names, and ids from 0 to 3')

@@ -333,7 +333,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Fit preprocessing on training rows and apply the result to all rows; by default, change nothing.
 
         `setup` calls this once, after the division. An override keeps the fitted values in ``preprocessing``, and takes
-        values from ``adopted`` in the place of fitting them, unless ``adopted`` is empty.
+        values from ``adopted`` in place of fitting them, unless ``adopted`` is empty.
 
         Args:
             samples: the pool, as loaded.
@@ -494,7 +494,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             self._drifting = [drift.chosen(count, self.seed, self.client_id) for drift in self.input_drift]
 
     def adopt(self, preprocessing: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Set up, if necessary anew, with values that a federation's preprocessing fitted in the place of own ones.
+        """Set up, if necessary anew, with values that a federation's preprocessing fitted in place of own ones.
 
         A model understands the rows of a client that comes later only if these rows become inputs as the rows did that
         trained the model.
@@ -633,7 +633,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         return ClientData(self, client)
 
     def pooled(self, client: int) -> ClientData:
-        """Return one client's data, with the training samples of all clients in the place of its own.
+        """Return one client's data, with the training samples of all clients in place of its own.
 
         Args:
             client: client id, 0 to num_clients - 1.

@@ -49,7 +49,7 @@ FILLS = ("median", "mean", "mode")
 
 @dataclass(frozen=True)
 class Column:
-    """Settings of one column in the place of those of `Preprocessing`; None takes the latter's.
+    """Settings of one column in place of those of `Preprocessing`; None takes the latter's.
 
     Args:
         fill: value of a gap. In a column of numbers ``median``, ``mean`` or ``mode`` of the training rows, or a number;
@@ -590,7 +590,7 @@ def standardized(
         division: the pool positions of each client's rows.
         by: ``table`` fits on the training rows of all the federation's clients and applies the result to all rows;
             ``client`` fits on each client's training rows for that client's rows, and rows of no client become 0.
-        known: moments in the place of fitted ones, by the client's position in the division; 0 under ``table``. See
+        known: moments in place of fitted ones, by the client's position in the division; 0 under ``table``. See
             `known_moments`.
 
     Returns:

@@ -238,7 +238,7 @@ def measured_names(metrics: MetricCollection, pooled: bool = False) -> list[str]
 
 
 def is_of_all(metric: Metric | MetricCollection) -> bool:
-    """Return True for a metric that is recorded of all clients' samples in the place of a mean; see `Task.pooled`."""
+    """Return True for a metric that is recorded of all clients' samples in place of a mean; see `Task.pooled`."""
     return bool(getattr(metric, "of_all", False))
 
 

@@ -27,7 +27,7 @@ class Sharded(Engine):
 
     With ``keeps_states`` a client always trains on the same rank, and its state stays there, with the residual of
     compressed updates: the rank that trains a client compresses its update. With ``sums`` a rank sends the mean of its
-    clients' updates in the place of each: a sum over all clients then adds the ranks' sums, so it is that of one rank
+    clients' updates in place of each: a sum over all clients then adds the ranks' sums, so it is that of one rank
     only up to rounding.
 
     Args:
@@ -143,7 +143,7 @@ class Sharded(Engine):
         return [result._replace(state=states.get(result.client, result.state)) for result in results]
 
     def _trained(self, own: Iterable[Job], states: dict[int, ClientState]) -> list[Outcome]:
-        """Return this rank's outcomes without states, and with ``sums`` their mean in the place of each update.
+        """Return this rank's outcomes without states, and with ``sums`` their mean in place of each update.
 
         Args:
             own: this rank's jobs.

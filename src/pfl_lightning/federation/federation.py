@@ -985,7 +985,7 @@ class Federation(LightningModule):
     def _summed(
         self, outcomes: dict[int, Outcome], cohort: list[int], settings: SecureSum
     ) -> tuple[dict[int, Outcome], dict[str, Any]]:
-        """Return the outcomes with sums in the place of updates, as the server learns these alone, and a record."""
+        """Return the outcomes with sums in place of updates, as the server learns these alone, and a record."""
         if (sums := self.engines[0].sums) is not None:
             return outcomes, sums
         private = self.aggregator.find(DPAverage)

@@ -103,7 +103,7 @@ class Arrivals:
         self.mean, self.aggregator, self.kinds = mean, aggregator, kinds_of(shared)
 
     def added(self, outcome: Outcome) -> Outcome:
-        """Return an outcome with the mean in the place of its weights, to which these are added.
+        """Return an outcome with the mean in place of its weights, to which these are added.
 
         Whatever can't be added stays as it is, and is judged by `accepted`.
 

@@ -26,7 +26,7 @@ from pfl_lightning.tasks import Task
 NEW = "new"
 MOST_NAMED = 5
 """Largest number of clients that a warning names."""
-"""Name, in the place of a client's, for a client that the federation doesn't know."""
+"""Name, in place of a client's, for a client that the federation doesn't know."""
 
 
 class NeedsSamples(MisconfigurationException):
@@ -84,7 +84,7 @@ class Predictions:
 
 
 class NoSamples:
-    """Source of clients' samples where there are none: each access ends the work with a sentence.
+    """Stand-in for clients' samples where there are none: any access raises.
 
     Args:
         task: the prediction task.

@@ -425,7 +425,7 @@ def keys_in(
         raise MisconfigurationException(
             f"{setting}={path.name!r} can't be read ({' '.join(str(error).split())[:200]}); give lines such as "
             "'ecdsa-sha2-nistp384 AAAAE2...: 0 3', with a site's public key and the ids of its clients, or "
-            "'{clients: 0 3, max-samples: 5000}' in the place of the ids."
+            "'{clients: 0 3, max-samples: 5000}' in place of the ids."
         ) from error
 
 
@@ -446,7 +446,7 @@ def clients_in(value: Any, names: Sequence[str] = (), joins: bool = False) -> di
     settings = value if isinstance(value, Mapping) else {"clients": value}
     given = str(settings.get("max-samples", MOST_SAMPLES))
     if "clients" not in settings or not settings.keys() <= {"clients", "max-samples"}:
-        raise ValueError(f"{' and '.join(map(str, settings)) or 'nothing'} in the place of clients and max-samples")
+        raise ValueError(f"{' and '.join(map(str, settings)) or 'nothing'} in place of clients and max-samples")
     if not is_integer(given) or not 0 < int(given) <= MOST_SAMPLES:
         raise ValueError(f"max-samples={given} is no number from 1 to {MOST_SAMPLES}")
     return dict.fromkeys(ids_of(str(settings["clients"]), names, joins), int(given))

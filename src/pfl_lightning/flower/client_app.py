@@ -294,7 +294,7 @@ class Worker:
         A client that fails has none here; its training then tells the reason.
         """
         asked = {client: row | {"evaluate": row["measure"]} for client, row in told.items() if row["measure"]}
-        # as of an evaluation's own message, so that its metrics are the same
+        # as if asked by a separate message, so that the metrics are the same
         with undisturbed():
             return {
                 client: {"before": metrics} for _, (client, metrics) in self._results(asked, content, {}, "evaluation")
@@ -409,7 +409,7 @@ class Worker:
 
     @cached_property
     def _bases(self) -> list[str | None]:
-        """Fingerprints of frozen weights that models on the disk are without, by architecture; None where they are in.
+        """Fingerprints of frozen weights left out of saved models, by architecture; None where saved.
 
         As in the checkpoints of a simulation, they are left out by ``trainer.checkpoint_common=false``, and always
         where they are quantised.

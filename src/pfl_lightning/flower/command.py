@@ -84,7 +84,7 @@ names = ""
 # largest number of clients, up to which sites with further names may join while the federation runs; 0 lets nobody join
 max-clients = 0
 # a file of this folder with lines such as "ecdsa-sha2-nistp384 AAAAE2...: 0 3", a site's public key and its clients;
-# without one a client is whose registered key claims it first; "{{clients: 0 3, max-samples: 5000}}" in the place of
+# if empty, the first registered key to claim a client owns it; "{{clients: 0 3, max-samples: 5000}}" instead of
 # the ids bounds the samples that each may claim
 keys = ""
 """

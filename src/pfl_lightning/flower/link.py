@@ -804,7 +804,7 @@ def initial_of(modules: Sequence[ClientModule]) -> str:
 
 
 def failure(reason: str, clients: str = "") -> RecordDict:
-    """Return the content of a message with a reason in the place of answers.
+    """Return the content of a message with a reason in place of answers.
 
     Args:
         reason: one sentence.
@@ -814,7 +814,7 @@ def failure(reason: str, clients: str = "") -> RecordDict:
 
 
 def check_failure(content: RecordDict) -> None:
-    """Refuse a site's message with a reason in the place of answers.
+    """Refuse a site's message with a reason in place of answers.
 
     Raises:
         Refused: with the site's reason.

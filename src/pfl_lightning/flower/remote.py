@@ -212,7 +212,7 @@ class Remote(Engine):
             return reason
 
     def _run_summed(self, asked: Mapping[int, Job], summing: Summing) -> Iterator[Outcome]:
-        """Yield outcomes with the mean in the place of each update; with too few clients, yield no update.
+        """Yield outcomes with the mean in place of each update; with too few clients, yield no update.
 
         Raises:
             MisconfigurationException: if the clients have helped with another sum of the model, and its other clients
@@ -474,7 +474,7 @@ class Remote(Engine):
         """Return a site's answer about a client as a dict, with its entries still unchecked.
 
         Raises:
-            Refused: if the site gives a reason in the place of an answer.
+            Refused: if the site gives a reason in place of an answer.
         """
         check_failure(content)
         answer: dict[str, Any] = unpack(content, f"{client}/answer", limit=ANSWER_BYTES)
@@ -488,7 +488,7 @@ class Remote(Engine):
         return answer
 
     def _metrics(self, job: Job, answer: dict[str, Any], name: str = "after") -> dict[str, dict[str, float]]:
-        """Return metrics by split in the order of the record, with NaN in the place of impossible numbers."""
+        """Return metrics by split in the order of the record, with NaN in place of impossible numbers."""
         # a split without samples has no metrics, and a site may not invent some
         held = [split for split in job.evaluate if self.link.sizes[job.client][split]]
         metrics, wrong = self._measured.evaluated(answer.get(name), held, name)

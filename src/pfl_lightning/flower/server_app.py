@@ -234,7 +234,7 @@ def serve(
         max_clients: largest number of clients, up to which sites with further names may join while the federation runs;
             0 is the data's number.
         together: whether sites evaluate a round's model as they get it for the next round's training, by one message a
-            round in the place of two.
+            round in place of two.
         first_exchange: what sites tell of their tables before the first round: ``classes``, ``categories``, ``scales``.
 
     Returns:

@@ -30,7 +30,7 @@ LEFT_BEHIND = 3600
 class StateVersions:
     """Versions of clients' states on disk, one file per version, never changed after writing.
 
-    A token names a version, and the server keeps the token in the place of the state. Each version follows the version
+    A token names a version, and the server keeps the token in place of the state. Each version follows the version
     with which the client began the round. All versions after one first version form a line, in a folder of the line's
     own, so that a new run drops no version of an earlier run.
 

@@ -61,7 +61,7 @@ class Exchange:
         summing: the settings of the sum.
         round: the round's number, from 0.
         answered: returns a client's answer, given a message's content and the client's id; raises `Refused` if the
-            site gives a reason in the place of an answer.
+            site gives a reason in place of an answer.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Exchange:
     def end(
         self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message, row: Mapping[str, Any]
     ) -> tuple[dict[int, Message], int]:
-        """Return the mean in the place of each client's update, and the number of clipped entries.
+        """Return the mean in place of each client's update, and the number of clipped entries.
 
         Without enough clients or shares, warn, and return no update.
 

@@ -66,7 +66,7 @@ def check(record: Any, like: Any, keys: int = 0, where: str = "record") -> None:
     A tensor of the template without elements stands for any size along its dimensions of size 0.
 
     Args:
-        record: tensors, or `Spec` in the place of tensors, in dicts, lists and tuples, beside numbers, texts and None.
+        record: tensors, or `Spec` in place of tensors, in dicts, lists and tuples, beside numbers, texts and None.
         like: the template, a record with any values. A type, such as ``float``, stands for any value of the type; a
             dict with the only key ``str`` for a dict with any names; a dict with integers as keys for a dict with any
             keys from 0 to ``keys`` - 1.
@@ -227,7 +227,7 @@ def check_received(payload: Any, shared: Mapping[str, Spec], entries: Collection
     Of entries beside ``weights`` the names alone are known: a server may send one model or one for each client.
 
     Args:
-        payload: the payload, with `Spec` in the place of tensors.
+        payload: the payload, with `Spec` in place of tensors.
         shared: the entries of the model that travel. A server may send floats of another type.
         entries: names of entries that the method's payloads may have.
         source: the method's client and server side, for the error.

@@ -151,7 +151,7 @@ def unpack_as_sent(content: "RecordDict", name: str, check_outline: Callable[[An
     Args:
         content: the message's content.
         name: the record's name.
-        check_outline: refuses the record with a `Spec` in the place of each tensor, before a tensor is made.
+        check_outline: refuses the record with a `Spec` in place of each tensor, before a tensor is made.
 
     Raises:
         Refused: if the message has no such record, the record can't be read, or tensors overlap, as in none of `pack`.
@@ -189,7 +189,7 @@ def readable(name: str) -> Iterator[None]:
 
 
 def outline(content: "RecordDict", name: str, room: int) -> tuple[Any, "Pieces"]:
-    """Return a record with a `Spec` in the place of each tensor, and the bytes of the message's tensors.
+    """Return a record with a `Spec` in place of each tensor, and the bytes of the message's tensors.
 
     Args:
         content: the message's content.
@@ -238,7 +238,7 @@ def on_disk(record: Any, folder: Path) -> Any:
 
 
 def made_on_disk(record: Any, data: "Pieces", folder: Path) -> Any:
-    """Return a record with tensors, the large ones in a file as by `on_disk`, in the place of each `Spec`.
+    """Return a record with tensors, the large ones in a file as by `on_disk`, in place of each `Spec`.
 
     Args:
         record: a record from `decode`.
@@ -274,7 +274,7 @@ def written(file: Any, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterab
 
 
 def mapped(record: Any, file: Any) -> Any:
-    """Return a record with tensors in a file, mapped into memory, in the place of each `Spec`."""
+    """Return a record with tensors in a file, mapped into memory, in place of each `Spec`."""
     if not file.tell():
         return record
     file.flush()
@@ -448,7 +448,7 @@ def room_for(like: Any, keys: int) -> int:
 
 
 def decode(node: Any, available: int, depth: int = 0) -> Any:
-    """Return a record with a `Spec` in the place of each tensor.
+    """Return a record with a `Spec` in place of each tensor.
 
     Args:
         node: lists from JSON, as from `encode`.
@@ -517,7 +517,7 @@ def specs(record: Any) -> Iterator[Spec]:
 
 
 def made(record: Any, data: Pieces) -> Any:
-    """Return a record with tensors, each in new memory, in the place of each `Spec`.
+    """Return a record with tensors, each in new memory, in place of each `Spec`.
 
     Args:
         record: a record from `decode`.

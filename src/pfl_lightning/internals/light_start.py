@@ -142,7 +142,7 @@ class OptimizedModule(metaclass=Compiled):
 
 
 class StandIn(ModuleType):
-    """A module in the place of torch's compiler, which imports the compiler for any other name than these two.
+    """A module in place of torch's compiler, which imports the compiler for any other name than these two.
 
     Args:
         name: the module's name.

@@ -2,7 +2,7 @@
 
 Three private methods are overridden, which only a subclass can do:
 
-* ``Trainer._run_stage``, by ``FederatedTrainer``: to test after the last round, or to join in the place of a test,
+* ``Trainer._run_stage``, by ``FederatedTrainer``: to test after the last round, or to join in place of a test,
   while models are still on the device.
 * ``DDPStrategy._configure_launcher``, by ``ClientParallel``: to start ranks by a launcher of its own.
 * ``LightningCLI._parse_ckpt_path``, by ``PflCLI``: to keep the given settings, which a checkpoint's would replace.

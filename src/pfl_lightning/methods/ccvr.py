@@ -22,7 +22,7 @@ from pfl_lightning.settings import check_least
 
 
 class CCVR(FedAvg):
-    r"""Trains as `FedAvg`, and in the last of the planned rounds reports statistics of features in the place of that.
+    r"""Trains as `FedAvg`, and in the last of the planned rounds reports statistics of features in place of that.
 
     A client reports the number of its samples of each class, :math:`\mu_k` and :math:`S_k`, of the received model in
     evaluation mode, and trains nothing. The server side is `VirtualFeatures`. Of R rounds, R - 1 are of training; a run

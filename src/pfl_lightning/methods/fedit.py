@@ -36,7 +36,7 @@ class AdapterAverage(WeightedAverage):
 
     over all layers with an adapter, each with its scale. It is of second order in the clients' drift, and 0 where all
     clients have one A or one B. It isn't measured where the server sees sums alone (``trainer.secure_sum``), nor with a
-    rule in the place of the mean. Takes the arguments of `WeightedAverage`. Source: as for `FedIT`.
+    rule in place of the mean. Takes the arguments of `WeightedAverage`. Source: as for `FedIT`.
     """
 
     example_level = True

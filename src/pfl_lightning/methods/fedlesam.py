@@ -31,7 +31,7 @@ class FedLESAM(FedAvg):
     together. The client keeps :math:`x_{old}`, which is the common initial model at first: where both are equal, as in
     a first round, e is 0.
 
-    In the official code the server sends its last step in the place of :math:`x_{old} - x`, which is the same where all
+    In the official code the server sends its last step in place of :math:`x_{old} - x`, which is the same where all
     clients take part, and the length is divided by the sum of the norms of all tensors, which makes e shorter. It clips
     the gradient's norm at 10 (``trainer.gradient_clip_val``). The variants on top of SCAFFOLD and FedDyn are left out.
     Source: Fan et al., 2024 (https://arxiv.org/abs/2405.18890); MediaBrain-SJTU/FedLESAM@d6663cc.

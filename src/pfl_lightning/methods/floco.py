@@ -235,7 +235,7 @@ def subregions(changes: Tensor, endpoints: int) -> Tensor:
     """
     kappa = principal_scores(changes, endpoints)
     points = [project(kappa / z) for z in CANDIDATES]
-    # the first one of a tie, as of equal clients; a single client has no distances
+    # ties go to the lowest id; a single client has no distances
     energies = [float(torch.pdist(each).clamp_min(CLOSEST).pow(-2).sum()) for each in points]
     return points[energies.index(min(energies))]
 

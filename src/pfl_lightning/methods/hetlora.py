@@ -22,7 +22,7 @@ class HetLoRA(FedIT):
     r"""Trains adapters of a rank of the client's own, which begin as the first rows of the common A and columns of B.
 
     The net's rank r is the largest. A client of rank :math:`r_k` receives :math:`A_{1 \ldots r_k}` and :math:`B_{1
-    \ldots r_k}`, and zeros in the place of the rest, which have no gradient and stay zero: its product has the rank
+    \ldots r_k}`, and zeros in place of the rest, which have no gradient and stay zero: its product has the rank
     :math:`r_k`, and what it sends is padded with zeros, as the paper's server does it. So adapters travel at the net's
     rank, and a small rank saves no bytes here. All ranks have the net's scale s. The paper's self-pruning, by which
     clients lower their ranks, isn't here.
@@ -51,7 +51,7 @@ class HetLoRA(FedIT):
             )
         self.ranks = ranks
         if ranks is not None:
-            # kept with the client, as outside a federation nothing else tells who it is
+            # kept with the client, as load_from_checkpoint needs the rank
             self.register_buffer("rank", torch.tensor(largest))
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:

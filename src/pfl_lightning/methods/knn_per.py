@@ -36,7 +36,7 @@ class KNNPer(FedAvg):
 
     The paper has classes alone. For `NextToken` each counted position is a sample and its token the class, as in the
     language models of Khandelwal et al., 2020 (https://arxiv.org/abs/1911.00172). For `Regression` the neighbours'
-    weighted mean target is in the place of :math:`p^{knn}`, and the model's output in that of the softmax; this form
+    weighted mean target is in place of :math:`p^{knn}`, and the model's output in that of the softmax; this form
     is ours. Other tasks are refused.
 
     The paper chooses :math:`\lambda` for each client on validation samples; here all clients have the same.

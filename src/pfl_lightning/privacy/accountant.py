@@ -251,7 +251,7 @@ def gaussian_delta(epsilon: float, noise_multiplier: float) -> float:
     >>> round(gaussian_delta(0.0, 0.5), 4), gaussian_delta(3.0, math.inf), gaussian_delta(3.0, 0.0)
     (0.6827, 0.0, 1.0)
     """
-    # here, as sites of a deployment load this file and never come here
+    # imported here: sites load this file and never call this
     from scipy.special import log_ndtr
 
     z = noise_multiplier

@@ -42,7 +42,7 @@ def chance_of_guesses(
     Raises:
         MisconfigurationException: if a number is out of its range.
     """
-    # here, as sites of a deployment load this package and never come here
+    # imported here: sites load this package and never call this
     from scipy.stats import binom
 
     check_range("right", right, 0 <= right <= guesses <= canaries, f"from 0 to guesses={guesses}")

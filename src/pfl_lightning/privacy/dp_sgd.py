@@ -156,7 +156,7 @@ class DPSGD:
             )
 
     def calibrated(self, plans: Iterable[tuple[int, Sequence[Release]]]) -> "DPSGD":
-        """Return the settings with noise in the place of the target.
+        """Return the settings with noise in place of the target.
 
         Args:
             plans: how many samples a client has and what it would spend at a noise multiplier of 1, for each client.
@@ -183,7 +183,7 @@ class DPSGD:
         Raises:
             MisconfigurationException: if it does.
         """
-        # epsilon is known only after a round, and its uploads aren't taken then
+        # epsilon is known only after a round; then the round's uploads are dropped
         if self.epsilon is not None:
             check_spent(OWNER, self.epsilon, self._largest(spent, sizes), round)
 
@@ -255,7 +255,7 @@ class DPSGD:
         delta = self.delta_of(samples)
         value = bounded_epsilon(releases, delta, self.epsilon)
         steps, told = self._apart(releases)
-        # for few rounds the plain sum is less than by Gaussians in the place of the counts
+        # for few rounds plain composition is smaller than the Gaussian bound
         return min(value, bounded_epsilon(steps, delta, self.epsilon) + told) if told else value
 
     def delta_of(self, samples: int) -> float:

@@ -253,7 +253,7 @@ class Encoding:
         return sum_.to(self.dtype).long()
 
     def stand_ins(self, total: Tensor, samples: Mapping[int, int], received: Message | None = None) -> Updates:
-        """Return the mean in the place of each client's update.
+        """Return the mean in place of each client's update.
 
         Stand-ins have the same sums as the updates, so that an aggregator which needs sums alone works as ever.
 

@@ -127,7 +127,7 @@ def models_in(state_dir: Path, best: bool) -> dict[str, Path]:
 
     Args:
         state_dir: the site's folder of client states.
-        best: whether to take the best round's, where there is one, in the place of the last round's.
+        best: whether to take the best round's, where there is one, in place of the last round's.
 
     Raises:
         MisconfigurationException: if there are none, or a file is damaged.

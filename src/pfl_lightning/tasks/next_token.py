@@ -79,7 +79,7 @@ class NextToken(Task):
         return MetricCollection(found | ({"exact_match": ExactMatch(self.ignore_index)} if self.exact_match else {}))
 
     def pooled(self) -> dict[str, Metric]:
-        """Return ``perplexity`` of all clients' positions, which stands in the place of a mean over clients."""
+        """Return ``perplexity`` of all clients' positions, which stands in place of a mean over clients."""
         return {"perplexity": Perplexity(self.ignore_index)}
 
     def check(self, target: Tensor, owner: str) -> None:

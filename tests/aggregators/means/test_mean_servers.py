@@ -1,4 +1,4 @@
-"""Rules in the place of the mean, in the servers that take one."""
+"""Rules in place of the mean, in the servers that take one."""
 
 import math
 import re

@@ -152,7 +152,7 @@ def test_what_is_sent_by_who_knows_others(attack, knowledge):
 
 
 class Replay(FederatedCallback):
-    """Puts random models of a given seed in the place of those that were trained."""
+    """Puts random models of a given seed in place of those that were trained."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Robust rules in the place of the mean: few bad uploads move the result little."""
+"""Robust rules in place of the mean: few bad uploads move the result little."""
 
 from pfl_lightning.aggregators.means.base import Averaging, Combined, Mean
 from pfl_lightning.aggregators.means.bulyan import Bulyan

@@ -17,7 +17,7 @@ from pfl_lightning.seeds import derive_seed
 
 
 class Mean(ABC):
-    """A rule in the place of the mean of uploads, such as the median."""
+    """A rule in place of the mean of uploads, such as the median."""
 
     weighted: bool = False
     """Clients count by their numbers of training samples; else all count alike, whatever numbers they claim."""

@@ -1,4 +1,4 @@
-"""Means of several uploads in the place of single ones, before a rule: honest uploads that differ come nearer.
+"""Means of several uploads in place of single ones, before a rule: honest uploads that differ come nearer.
 
 Sources: Karimireddy, He and Jaggi, 2022 (https://arxiv.org/abs/2006.09365); Allouah et al., 2023
 (https://arxiv.org/abs/2302.01772).

@@ -171,7 +171,7 @@ class AdaptiveAttack(Colluding):
         self.direction, self.limit = direction, limit
 
     def check(self, federation: Federation) -> None:
-        """Refuse servers that combine models by more than a mean, or a rule in the place of the mean."""
+        """Refuse servers that combine models by more than a mean, or a rule in place of the mean."""
         super().check(federation)
         server = federation.aggregator
         if not isinstance(server, WeightedAverage) or not server.takes_mean:

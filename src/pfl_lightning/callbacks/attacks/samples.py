@@ -46,7 +46,7 @@ class SampleAttack(SampleExchange, Attack):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put forged samples in the place of bad clients' training samples."""
+        """Put forged samples in place of bad clients' training samples."""
         super().on_fit_start(trainer, pl_module)
         federation = cast(Federation, pl_module)
         if bad := self.bad(federation):

@@ -122,7 +122,7 @@ class UploadAttack(Attack):
             federation: the federation, whose server averages models; unchanged.
             updates: the round's updates, by client id; unchanged.
             bad: ids of the bad clients.
-            entries: the entries sent in the place of the trained ones.
+            entries: the entries sent in place of the trained ones.
         """
         # a copy draws and remembers for itself, so that the server's own mean of the round is what it is without
         server = copy.copy(cast(WeightedAverage, federation.aggregator))
@@ -167,7 +167,7 @@ class SignFlip(UploadAttack):
 
 
 class GaussianUpload(UploadAttack):
-    r"""Send :math:`x + \sigma \xi` with standard normal :math:`\xi`: noise in the place of a change.
+    r"""Send :math:`x + \sigma \xi` with standard normal :math:`\xi`: noise in place of a change.
 
     Args:
         fraction: as for `Attack`.
@@ -235,7 +235,7 @@ class ModelReplacement(UploadAttack):
 
 
 class BufferAttack(UploadAttack):
-    """Train honestly, and send one value in the place of running statistics.
+    """Train honestly, and send one value in place of running statistics.
 
     Distances between parameters don't show the attack. A mean over n clients is off by the n-th part of the value.
 

@@ -338,7 +338,7 @@ class Advice:
         seeds = len({result.run.seed for results in self.results.values() for result in results})
         count = (self.repeats + 1) * self.folds if self.folds > 1 else seeds + max(2, seeds)
         words = (
-            f"{count} seeds in the place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
+            f"{count} seeds in place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
         )
         known = {method: one for method, one in self.overall.gains.items() if not math.isnan(one.half)}
         if known:

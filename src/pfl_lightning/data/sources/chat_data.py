@@ -92,7 +92,7 @@ class ChatData(OwnedData):
         path: the file or folder; from Python also a ``datasets.Dataset``, a list of rows, or a dict of such lists.
         tokenizer: folder of a tokenizer, or its name in the local cache of the hub; from Python also the tokenizer.
         messages: column of conversations; None takes ``messages`` or ``conversations`` if there.
-        prompt: column of prompts, in the place of conversations; None takes a known name, such as ``instruction``, to
+        prompt: column of prompts, in place of conversations; None takes a known name, such as ``instruction``, to
             which a column ``input`` or ``context`` belongs.
         response: column of responses; None takes the known name that goes with the prompt's.
         client: column of each row's client, where the layout doesn't name clients; None under another partitioner than

@@ -111,11 +111,11 @@ class TableData(OwnedData):
             [small, large]}``; a column of texts without an entry takes the texts in the table.
         decimal: decimal separator of the numbers in a CSV file, ``.`` or ``,``.
         separator: separator of the cells of a CSV file, such as ``;``.
-        preprocessing: how gaps, texts, dates and scales are prepared, in the place of ``standardize`` and
+        preprocessing: how gaps, texts, dates and scales are prepared, in place of ``standardize`` and
             ``categories``; ``auto`` is ``Preprocessing()`` with its defaults. None refuses gaps and turns texts into
             codes.
         drop_missing_target: leave rows without a target out, which are refused otherwise.
-        fitted: a checkpoint of a run with such a table, whose fitted values are taken in the place of fitting anew;
+        fitted: a checkpoint of a run with such a table, whose fitted values are taken in place of fitting anew;
             under ``by=client``, clients unknown to the checkpoint are fitted on their own training rows.
         group: column of each row's group, such as the patient; a client's rows of one group are on one side of its
             splits.
