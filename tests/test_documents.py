@@ -131,6 +131,7 @@ def test_the_language_models(tmp_path, monkeypatch):
 BLOCKS = {
     "README.md": "test_the_snippet_of_the_first_page",
     "CONTRIBUTING.md": "test_a_method_of_ones_own, test_the_command_of_a_method_of_ones_own",
+    "docs/compression.md": "the class of one's own: tests/test_compression.py and tests/flower/test_compressed.py",
     "docs/data.md": "test_each_source_of_data, test_the_configuration_of_a_table",
     "docs/deployment.md": "a site's own class; a client's checkpoint, in tests/flower/test_export.py",
     "docs/index.md": "test_the_snippet_of_the_first_page",

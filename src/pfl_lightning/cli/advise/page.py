@@ -337,9 +337,7 @@ class Advice:
         """Return what narrower intervals cost, and the command for further seeds."""
         seeds = len({result.run.seed for results in self.results.values() for result in results})
         count = (self.repeats + 1) * self.folds if self.folds > 1 else seeds + max(2, seeds)
-        words = (
-            f"{count} seeds in place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
-        )
+        words = f"{count} seeds in place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
         known = {method: one for method, one in self.overall.gains.items() if not math.isnan(one.half)}
         if known:
             best = max(known, key=lambda method: known[method].mean)
