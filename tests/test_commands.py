@@ -110,6 +110,8 @@ def test_a_command_that_is_shown_runs(line, monkeypatch):
         if f"logger {logger}" in line:
             pytest.importorskip(package, reason=f"needs the extra {package}")
     line = re.sub(r" --data\.root DATA", "", line)
+    # the command itself finds files of the working folder, and tests call it within this process
+    monkeypatch.syspath_prepend(Path.cwd())
     before(line)
     quick = re.match(r"pfl-lightning (configs|methods|status)|.*\.help", line)
     call(line if quick else small(line))

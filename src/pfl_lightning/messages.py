@@ -169,6 +169,8 @@ class RunningMean(Mapping[str, Tensor]):
             model: the model; all have the same names, shapes and types.
             count: its weight.
         """
+        # known at once, as a model may wait until the end for a client that gives none
+        self.kinds = self.kinds or {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
         self._early[client], self.counts[client] = model, count
         while self._waiting and self._waiting[-1] in self._early:
             self._take(self._waiting.pop())
@@ -176,7 +178,6 @@ class RunningMean(Mapping[str, Tensor]):
     def _take(self, client: int) -> None:
         """Add the next model in the order of ids to the sum, and let go of it."""
         model, share = self._early.pop(client), self.counts[client] / self.expected
-        self.kinds = self.kinds or {name: (tensor.shape, tensor.dtype) for name, tensor in model.items()}
         # the operations of `weighted_mean`, one model at a time, which give its bits
         for name, tensor in model.items():
             if not tensor.is_floating_point():

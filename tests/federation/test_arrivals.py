@@ -23,12 +23,15 @@ class Watched(WeightedAverage):
         return {"different": len({id(update["weights"]) for update in updates.values()})}
 
 
-class Nan(Sequential):
-    """Has client 1 diverge."""
+def losing(client: int) -> type[Sequential]:
+    """An engine whose client diverges."""
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        for outcome in super().run(jobs):
-            yield outcome._replace(finite=outcome.client != 1)
+    class Losing(Sequential):
+        def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+            for outcome in super().run(jobs):
+                yield outcome._replace(finite=outcome.client != client)
+
+    return Losing
 
 
 def models(count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -106,9 +109,11 @@ def test_a_server_that_looks_at_single_uploads_gets_them():
     assert Aggregator().running_mean({0: 3}) is None
 
 
-def test_a_diverged_client_is_left_out_of_the_sum():
-    plain = fit(make_client(), engine=Nan, max_rounds=1)
-    other = fit(make_client(), engine=Nan, max_rounds=1, callbacks=[Spy()])
+@pytest.mark.parametrize("client", [0, 1, 3])
+def test_a_diverged_client_is_left_out_of_the_sum(client):
+    engine = losing(client)
+    plain = fit(make_client(), engine=engine, max_rounds=1)
+    other = fit(make_client(), engine=engine, max_rounds=1, callbacks=[Spy()])
     assert plain.rows[0]["clients"] == len(SIZES) - 1
     assert all(torch.allclose(plain.weights[n], other.weights[n], atol=1e-6) for n in plain.weights)
 

@@ -299,8 +299,10 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         return
     # not `module.device`: during setup, Lightning already reports the device to which the module will move
     where = next(module.parameters()).device
-    # clients of a federation whose data aren't here, such as beside those of a late client, have no samples
-    every = range(data.num_clients + len(data.newcomers))
+    every = range(data.num_clients)
+    if not any(data.size(client, "train") for client in every):
+        # clients of a federation whose data aren't here, such as beside those of a late client, have no samples
+        every = data.newcomers
     client = next((client for client in every if data.size(client, "train")), 0)
     samples = data.part(client, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
     # a trial finds a wrong shape now, with both shapes in the error, rather than in the first round of some client
