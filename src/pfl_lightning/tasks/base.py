@@ -126,7 +126,7 @@ class Task(ABC):
         """Return the metrics of all clients' samples together, by name, for metrics that no mean over clients can give.
 
         Their states are sums, so that the states of clients add up, or lists, which are joined. A site of a deployment
-        sends sums alone: a metric with lists there needs `by_counts`, which returns one with sums. A metric with
+        sends sums alone: a metric with lists there needs ``by_counts``, which returns one with sums. A metric with
         ``of_all`` set to True is recorded under its own name, in place of a mean over clients, then ``NAME_mean``.
         """
         return {}
