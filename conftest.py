@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in shown]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Note the tests that have passed, of all workers."""
     if (file := config.getoption("note_passed")) is not None:
         file.write_text("".join(f"{report.nodeid}\n" for report in terminalreporter.stats.get("passed", ())))
