@@ -193,11 +193,9 @@ class RunningMean(Mapping[str, Tensor]):
         if self._mean is None:
             for client in sorted(self._early):
                 self._take(client)
-            # in the order of ids, as every sum of floats
-            came = sum(self.counts[client] for client in sorted(self.counts))
-            if came != self.expected:
+            if self._came != self.expected:
                 for total in filter(Tensor.is_floating_point, self._totals.values()):
-                    total.mul_(self.expected / came)
+                    total.mul_(self.expected / self._came)
             self._mean = {name: total.to(self.kinds[name][1]) for name, total in self._totals.items()}
             # of weights in half precision the sum is a tensor of its own, which nobody needs any more
             self._totals = {}
@@ -209,8 +207,13 @@ class RunningMean(Mapping[str, Tensor]):
         Args:
             weights: by client id, in the order of the ids; with sum 1.
         """
-        came = sum(self.counts[client] for client in sorted(self.counts))
-        return weights == {client: self.counts[client] / came for client in sorted(self.counts)}
+        came = self._came
+        return weights == {client: count / came for client, count in self.counts.items()}
+
+    @property
+    def _came(self) -> float:
+        """The weight of all clients that were added, summed in the order of their ids, as every sum of floats."""
+        return sum(self.counts[client] for client in sorted(self.counts))
 
     @property
     def bytes_of_one(self) -> int:

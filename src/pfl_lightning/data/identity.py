@@ -139,7 +139,8 @@ def places_of(owners: Tensor | None, count: int) -> Keys:
         return places
     # stable, so that the rows of an owner keep their order
     order = np.argsort(owners.numpy(), kind="stable")
-    starts = np.cumsum(np.bincount(owners.numpy())) - np.bincount(owners.numpy())
+    sizes = np.bincount(owners.numpy())
+    starts = np.cumsum(sizes) - sizes
     result = np.empty(count, dtype=np.uint64)
     result[order] = places - starts[owners.numpy()[order]].astype(np.uint64)
     return result
@@ -204,9 +205,10 @@ def warn_of_shared_rows(keys: Keys, division: Division, may_coincide: Callable[[
         rows, owners = held_in(division, [split], count)
         # keys of a row and its client together, which one search compares for all clients
         twice = np.isin(mixed(keys[rows] + owners.astype(np.uint64)), train)
-        # one line, as what spoils the test set mostly spoils the validation set too
-        if twice.any() and not lines:
+        if twice.any():
+            # one line, as what spoils the test set mostly spoils the validation set too
             lines.append(told(split, owners[twice], division))
+            break
     if line := told_between(keys, division, count):
         lines.append(line)
     if lines and not may_coincide():

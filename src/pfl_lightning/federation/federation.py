@@ -1599,13 +1599,14 @@ class Federation(LightningModule):
             check_rounds(self.round, self.trainer.max_epochs)
             # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
-            # other settings are told first, and then other rows, on which fitted values depend
-            if not changes(state.get("settings", {}), self.settings):
+            # other settings are told before other rows, and these before fitted values, which depend on rows
+            if not (has_changed := bool(changes(state.get("settings", {}), self.settings))):
                 check_rows(state, self.data)
             if "settings" in state:
                 state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
-            check_rows(state, self.data)
+            if has_changed:
+                check_rows(state, self.data)
 
     def on_fit_end(self) -> None:
         """Load the global model into the client module."""
