@@ -97,7 +97,7 @@ from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import Asynchronous, RoundStart
-from pfl_lightning.selection.schedule import Plan, Schedule, Turn
+from pfl_lightning.selection.schedule import Plan, Turn
 from pfl_lightning.tasks.base import UNDEFINED
 
 WORTH_ADVICE = 10.0
@@ -509,25 +509,10 @@ class Federation(LightningModule):
         if self.options.schedule is not None:
             self.options.schedule.setup(seed, clients)
             if self._fitting and not self.data.redivides:
-                self._check_timeout(self.options.schedule)
+                trained, data = self.options.samples_trained, self.data
+                samples = ((k, trained(data.size(k, "train"), data.batch_size)) for k in range(data.num_clients))
+                self.options.schedule.check_timeout(samples, data.client_label)
         self._keep_storable()
-
-    def _check_timeout(self, schedule: Schedule) -> None:
-        """Refuse a timeout before the end of every client's training, with which no update would ever come.
-
-        Args:
-            schedule: the schedule, set up.
-        """
-        if schedule.timeout is None:
-            return
-        sizes, batch = self.sizes(range(self.data.num_clients), "train"), self.data.batch_size
-        took = {client: schedule.took(client, self.options.samples_trained(n, batch)) for client, n in sizes.items()}
-        fastest = min(took, key=took.__getitem__)
-        if took[fastest] > schedule.timeout:
-            raise MisconfigurationException(
-                f"trainer.schedule.timeout={schedule.timeout} ends before the training of every client: the fastest, "
-                f"client {self.data.client_label(fastest)}, takes {took[fastest]:.3g} seconds; take more than that."
-            )
 
     def keep_models(self, stored: Callable[[Any], Any]) -> None:
         """Keep the initial model and the server's state as another storage returns them.

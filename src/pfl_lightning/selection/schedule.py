@@ -3,7 +3,7 @@
 import csv
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -175,6 +175,26 @@ class Schedule(ABC):
         """
         per_sample, delay = self.speeds[client]
         return delay + per_sample * samples
+
+    def check_timeout(self, samples: Iterable[tuple[int, int]], label: Callable[[int], str]) -> None:
+        """Refuse a timeout before the end of every client's training, with which no update would ever come.
+
+        Args:
+            samples: each client's id and number of samples of all local passes.
+            label: returns a client's id and name for messages.
+
+        Raises:
+            MisconfigurationException: if no client is fast enough.
+        """
+        if self.timeout is None:
+            return
+        took = {client: self.took(client, count) for client, count in samples}
+        fastest = min(took, key=took.__getitem__)
+        if took[fastest] > self.timeout:
+            raise MisconfigurationException(
+                f"trainer.schedule.timeout={self.timeout} ends before the training of every client: the fastest, "
+                f"client {label(fastest)}, takes {took[fastest]:.3g} seconds; take more than that."
+            )
 
     def is_lost(self, client: int, round: int) -> bool:
         """Return True if the update of a client's training never arrives.
