@@ -7,10 +7,11 @@ from typing import Any
 from unicodedata import normalize
 
 import numpy as np
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pfl_lightning.data.columns import numbered
 
 LISTED = 12
 """Largest number of names that a message lists when none is close."""
@@ -79,8 +80,8 @@ def owners_of(column: NDArray[Any]) -> tuple[list[str], Tensor]:
     Raises:
         MisconfigurationException: if two names agree when `compared`.
     """
-    values, codes = np.unique(column, return_inverse=True)
-    return distinct(values.tolist(), "client"), torch.from_numpy(codes.astype(np.int64))
+    names, codes = numbered(column)
+    return distinct(names, "client"), codes
 
 
 def check_kinds(values: Any) -> None:

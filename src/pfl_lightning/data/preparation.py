@@ -120,10 +120,10 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
     found = data.strata(loaded.y)
     strata, groups = check_strata(found, count, task, data.partitioner)
     samples = Samples(loaded.x, loaded.y)
-    owner_numbers = None if owners is None else owners_of(owners)
+    owned = None if owners is None else owners_of(owners)
     # before `preprocess`, whose fitted values may differ where the rows are the same
     contents = data.row_contents(loaded)
-    keys = keys_of(contents, loaded.y, None if owner_numbers is None else owner_numbers[1])
+    keys = keys_of(contents, loaded.y, None if owned is None else owned[1])
     is_test = rows_of_test_half(data.original_test, count, name)
     if data.max_samples is not None:
         check_enough(data.max_samples, groups)
@@ -135,6 +135,8 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         owners, given, times, grouped = (
             None if column is None else column[kept.numpy()] for column in (owners, given, times, grouped)
         )
+        # anew, as an owner may have none of the rows that are left
+        owned = None if owners is None else owners_of(owners)
     if task.has_classes:
         warn_of_one_class(name, samples.y)
     check_halves(name, bool(is_test.any()), data.client_test, data.central_test)
@@ -168,7 +170,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
             data.val_fold,
             data.seed,
         ),
-        owners=None if owners is None else owners_of(owners),
+        owners=owned,
         # the partitioner divides among members and new clients alike, so that new ones are no different clients
         num_clients=data.num_clients + how_many(data.new_clients, data.num_clients) if data.num_clients else None,
         num_classes=groups,
