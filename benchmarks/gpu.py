@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from pfl_lightning.cli.compare.results import read
+from pfl_lightning.runs.run_status import read_rows
 
 METHOD = Path(__file__).parent.parent / "configs" / "methods" / "fedavg.yaml"
 QUERY = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -69,7 +69,7 @@ def run(options: list[str]) -> Run:
         if process.returncode:
             sys.exit((Path(folder) / "output.txt").read_text())
         (record,) = Path(folder).rglob("rounds.csv")
-        rows = read(record)[2:]
+        rows = read_rows(record)[2:]
         accuracy = json.loads((record.parent / "summary.json").read_text())["final"]["test/acc"]
     seconds = [float(row["time/train"]) + float(row["time/aggregate"]) for row in rows]
     return Run(statistics.median(seconds), 100 * accuracy, utilisation, memory)

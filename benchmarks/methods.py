@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pfl_lightning.cli.compare.results import read
 from pfl_lightning.cli.main import main as command
+from pfl_lightning.runs.run_status import read_rows
 
 METHODS = Path(__file__).parent.parent / "configs" / "methods"
 
@@ -32,7 +32,7 @@ def turn(method: str, rounds: int, options: list[str]) -> list[tuple[float, ...]
         with contextlib.redirect_stdout(io.StringIO()):
             command(["fit", *own, "--trainer.max_rounds", str(rounds), *quiet])
         (record,) = Path(folder).rglob("rounds.csv")
-        rows = read(record)[1:]
+        rows = read_rows(record)[1:]
     parts = [[float(row[f"time/{part}"]) for part in ("train", "aggregate", "evaluate")] for row in rows]
     return [(train + aggregate, aggregate, evaluate) for train, aggregate, evaluate in parts]
 

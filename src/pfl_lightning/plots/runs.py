@@ -1,6 +1,5 @@
 """Figures of partitions, of whole runs, and of methods compared by clients."""
 
-import csv
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, cycle
@@ -18,6 +17,7 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.client_names import axis_label
 from pfl_lightning.data.description import amounts
 from pfl_lightning.runs.report import columns_of
+from pfl_lightning.runs.run_status import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,8 +106,7 @@ def rows_of(run: "str | PathLike[str]") -> list[dict[str, str]]:
         there = sorted(Path(run).glob("*/rounds.csv")) + sorted(Path(run).glob("*/*/rounds.csv"))
         example = there[-1].parent if there else "runs/FedAvg-Digits/version_0"
         raise MisconfigurationException(f"{run} has no rounds.csv; give the folder of a run, such as {example}.")
-    with file.open(newline="", encoding="utf-8") as text:
-        return list(csv.DictReader(text))
+    return read_rows(file)
 
 
 def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str = "val/acc") -> "Figure":

@@ -51,6 +51,16 @@ def is_bare(folder: Path) -> bool:
     return files <= {folder / name for name in BEGINNING} and not RunStatus(folder).rows
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of a run.
+
+    Args:
+        path: the file.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """The state of a run according to its files.
@@ -65,8 +75,7 @@ class RunStatus:
     def rows(self) -> list[dict[str, str]]:
         """The recorded rounds."""
         try:
-            with (self.folder / "rounds.csv").open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
+            rows = read_rows(self.folder / "rounds.csv")
         except OSError:
             return []
         # a row being written right now may be there in part: it is left out

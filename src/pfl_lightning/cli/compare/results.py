@@ -1,6 +1,5 @@
 """Read finished runs: values by run, summaries over seeds, costs of targets, and checks for an equal start."""
 
-import csv
 import json
 import math
 import re
@@ -18,7 +17,7 @@ import numpy as np
 from pfl_lightning.cli.compare.runs import Run
 from pfl_lightning.data import Split
 from pfl_lightning.runs.report import further
-from pfl_lightning.runs.run_status import SIMULATED, measured_seconds
+from pfl_lightning.runs.run_status import SIMULATED, measured_seconds, read_rows
 from pfl_lightning.runs.sample_scores import Scores, read_scores
 from pfl_lightning.tasks import Monitor
 
@@ -122,12 +121,12 @@ class Result:
     @cached_property
     def rows(self) -> list[dict[str, str]]:
         """Rows of ``rounds.csv``."""
-        return read(self.folder / "rounds.csv")
+        return read_rows(self.folder / "rounds.csv")
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
         """Rows of ``clients.csv``."""
-        return read(self.folder / "clients.csv")
+        return read_rows(self.folder / "clients.csv")
 
     @cached_property
     def scores(self) -> dict[Split, list[Scores]]:
@@ -138,7 +137,7 @@ class Result:
     def last_round(self) -> list[dict[str, str]]:
         """Rows of ``client_rounds.csv`` for the last round; empty without the setting ``client_rounds``."""
         path = self.folder / "client_rounds.csv"
-        rows = read(path) if path.exists() else []
+        rows = read_rows(path) if path.exists() else []
         return [row for row in rows if row["round"] == rows[-1]["round"]]
 
     @cached_property
@@ -203,12 +202,6 @@ class Result:
     def common(self) -> dict[str, Any]:
         """Return the summary and the cohorts of each round, to compare runs with the same seed."""
         return {**self.summary, "cohorts": [row["cohort"] for row in self.rows]}
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def over_seeds(results: Sequence[Result]) -> dict[str, tuple[float, float | None]]:
