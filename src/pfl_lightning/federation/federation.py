@@ -752,8 +752,7 @@ class Federation(LightningModule):
         may_miss = any(engine.may_miss_clients for engine in self.engines)
         if may_miss or self.options.secure_sum is not None or self._listeners("on_aggregate_start"):
             return None
-        mean = self.aggregator.running_mean(self.sizes(clients, "train"))
-        return None if mean is None else Arrivals(mean, self.aggregator, self._shared_now)
+        return Arrivals(self.aggregator, lambda: self.sizes(clients, "train"), lambda: self._shared_now)
 
     @property
     def _shared_now(self) -> StateDict:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -94,13 +95,27 @@ class Arrivals:
     """Adds the weights of a round's updates up as they come, so that no more than one client's are in memory.
 
     Args:
-        mean: of the round's clients; see `Aggregator.running_mean`.
         aggregator: the aggregator.
-        shared: the entries that clients share.
+        sizes: returns the expected clients' numbers of training samples, by id.
+        shared: returns the entries that clients share.
     """
 
-    def __init__(self, mean: RunningMean, aggregator: Aggregator, shared: StateDict) -> None:
-        self.mean, self.aggregator, self.kinds = mean, aggregator, kinds_of(shared)
+    def __init__(
+        self, aggregator: Aggregator, sizes: Callable[[], Mapping[int, int]], shared: Callable[[], StateDict]
+    ) -> None:
+        self.aggregator, self._sizes, self._shared = aggregator, sizes, shared
+
+    # both made for the first update that can be added: in a stack of many clients none can
+
+    @cached_property
+    def mean(self) -> RunningMean | None:
+        """The mean of the round; None if the server wants each client's own weights."""
+        return self.aggregator.running_mean(self._sizes())
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Shapes and types of the entries that clients share."""
+        return kinds_of(self._shared())
 
     def added(self, outcome: Outcome) -> Outcome:
         """Return an outcome with the mean in place of its weights, to which these are added.
@@ -114,7 +129,7 @@ class Arrivals:
         # rows of a stack are summed where they are, and restored weights keep the form that travelled
         if not isinstance(update, dict) or type(update.get("weights")) is not dict:
             return outcome
-        if outcome.refused or not outcome.finite or fault(update, self.aggregator, self.kinds):
+        if self.mean is None or outcome.refused or not outcome.finite or fault(update, self.aggregator, self.kinds):
             return outcome
         count = float(update["num_samples"]) if "num_samples" in self.aggregator.needs else 1.0
         self.mean.add(outcome.client, update["weights"], count)
