@@ -43,7 +43,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True, "ignore-mo
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # myst_nb keeps copies of notebooks beside the site
-exclude_patterns = ["_build", "jupyter_execute"]
+exclude_patterns = ["_build", "jupyter_execute", "records"]
 # types in signatures, most of them other packages'; what docstrings and pages refer to is checked
 nitpick_ignore_regex = [("py:(class|exc|data)", ".*"), ("py:obj", r"typing\..*")]
 nitpicky = True
