@@ -317,7 +317,7 @@ def test_updates_are_counted_by_what_travelled_and_not_by_what_was_restored():
     run = fit(make_client(), compression=TopK(0.1), max_rounds=1)
     job = run.federation.job(0)
     outcome = next(iter(run.federation.engines[0].run([job])))
-    compressed = TopK(0.1).applied(outcome, job, run.federation.client)
+    compressed = TopK(0.1).upload(outcome, job, run.federation.client)
     assert num_bytes(compressed.update["weights"]) == num_bytes(compressed.update["weights"].travelled)
     assert num_bytes(dict(compressed.update["weights"])) == num_bytes(outcome.update["weights"])
     assert np.isfinite(num_bytes(compressed.update))

@@ -1,26 +1,30 @@
 """Compression of clients' updates with error feedback: fewer bytes travel, and a residual stays with the client."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.messages import Message, Restored, StateDict, promoted
+from pfl_lightning.federation.stages import Plan, Stage
+from pfl_lightning.messages import Message, Restored, StateDict, Updates, promoted
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation.federation import Federation
 
 Packed = dict[str, Any]
 """Weights as they travel, by name: a record of tensors for a parameter, and any other entry as it is."""
 
 
-class Compression(ABC):
+class Compression(Stage):
     r"""Compresses the change of each parameter in a client's update, and keeps the error for the next round.
 
     .. math::
@@ -32,6 +36,15 @@ class Compression(ABC):
     and all other entries of updates travel whole, and so do weights in rounds without received ones. Sums, means and
     residuals are in float32 or wider. Source: Karimireddy et al., 2019 (https://arxiv.org/abs/1901.09847).
     """
+
+    reads_updates = True
+    does = MappingProxyType({"parts": "sends the largest or coarsest parts of each client's change"})
+    excludes = MappingProxyType({"sums": "sends other parts of each client's update"})
+
+    @property
+    def setting(self) -> str:
+        """The setting, as errors name it."""
+        return f"trainer.compression={type(self).__name__}"
 
     @abstractmethod
     def pack(self, change: Tensor) -> StateDict:
@@ -53,25 +66,22 @@ class Compression(ABC):
             ValueError: if the record is of no change of this size.
         """
 
-    def check(self, client: ClientModule, aggregator: Aggregator) -> None:
-        """Refuse methods without weights in both directions.
-
-        Args:
-            client: the client module.
-            aggregator: the server side.
-
-        Raises:
-            MisconfigurationException: if weights don't travel up or don't travel down.
-        """
+    def check(self, federation: "Federation") -> None:
+        """Refuse methods without weights in both directions."""
+        client, aggregator = federation.client, federation.aggregator
         if "weights" not in client.sends or "weights" not in aggregator.sends:
             raise MisconfigurationException(
-                f"trainer.compression={type(self).__name__} compresses the difference of sent and received weights, "
-                f"and {type(client).__name__} with {aggregator.name} doesn't exchange them both ways; leave it out, or "
-                "take a method such as FedAvg."
+                f"{self.setting} compresses the difference of sent and received weights, and {type(client).__name__} "
+                f"with {aggregator.name} doesn't exchange them both ways; leave it out, or take a method such as "
+                "FedAvg."
             )
 
+    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+        """Return the updates with weights in plain dicts, as servers may keep them in their state."""
+        return {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
+
     @torch.no_grad()
-    def applied(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
+    def upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
         """Return a client's outcome with compressed weights, and with the residual in the state.
 
         Args:

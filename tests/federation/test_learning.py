@@ -12,7 +12,7 @@ from federations import fit, make_client, noisy, plain
 from pfl_lightning.aggregators import FedBuff, WeightedAverage
 from pfl_lightning.compression import TopK
 from pfl_lightning.methods import APPLE, Ditto, FedAvg, Local
-from pfl_lightning.selection import Asynchronous, Synchronous
+from pfl_lightning.schedules import Asynchronous, Synchronous
 
 
 class Zero(FedAvg):

@@ -30,7 +30,8 @@ from pfl_lightning.messages import digest
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, FedSALoRA, FFALoRA, Local
 from pfl_lightning.privacy import DPSGD, DPAverage, Laplace, PrivUnit, SecureSum
 from pfl_lightning.privacy.local import Cap
-from pfl_lightning.selection import Oort, PowerOfChoice, Synchronous
+from pfl_lightning.schedules import Synchronous
+from pfl_lightning.selection import Oort, PowerOfChoice
 
 PRIVATE = {"local_privacy": PrivUnit(4.0, clip=0.5)}
 

@@ -64,7 +64,7 @@ def test_sites_noise_as_a_simulation_does_but_by_no_seed(tmp_path):
     assert not equal(remote.weights, here.weights)
     for name in ("bytes/up", "privacy/epsilon", "clients"):
         assert [row[name] for row in remote.rows] == [row[name] for row in here.rows]
-    assert remote.federation.local_epsilon == here.federation.local_epsilon
+    assert remote.federation.options.local_privacy.spent == here.federation.options.local_privacy.spent
     start = make_client().state_dict()
     for update in spy.updates[0].values():
         change = torch.cat([(update["weights"][n].double() - start[n].double()).flatten() for n in update["weights"]])

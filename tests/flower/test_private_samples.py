@@ -31,7 +31,7 @@ def test_sites_draw_noise_that_no_seed_tells(method, tmp_path):
     here = fit(make(), **SECURE)
     assert not equal(remote.weights, here.weights)
     # what is spent is that of the simulation
-    assert remote.federation.spent == here.federation.spent
+    assert remote.federation.options.example_privacy.spent == here.federation.options.example_privacy.spent
     for name in ("bytes/up", "privacy/epsilon"):
         assert [row[name] for row in remote.rows] == [row[name] for row in here.rows]
     assert {row["privacy/noise"] for row in remote.rows} == {"secure"}
@@ -59,7 +59,7 @@ def test_sites_add_noise_to_class_counts(tmp_path):
     grid = grid_of(make_client, tmp_path, **counted)
     remote = deploy(grid, make_client, aggregator=FedDisco(), callbacks=[spy], **counted)
     here = fit(make_client(), aggregator=FedDisco(), **counted)
-    assert remote.federation.spent == here.federation.spent
+    assert remote.federation.options.example_privacy.spent == here.federation.options.example_privacy.spent
     sums = [int(u["class_counts"].sum()) - int(u["num_samples"]) for round in spy.updates for u in round.values()]
     assert len(sums) == 12 and any(sums)
 
@@ -80,7 +80,7 @@ def test_who_trains_and_does_not_answer_in_time_has_spent(tmp_path):
     here = fit(make_client(), max_rounds=1, **SECURE)
     with pytest.warns(UserWarning, match="2 of the round's clients gave nothing"):
         remote = deploy(grid, make_client, max_rounds=1, serving={"timeout": 0.5}, **SECURE)
-    assert remote.federation.spent == here.federation.spent
+    assert remote.federation.options.example_privacy.spent == here.federation.options.example_privacy.spent
 
 
 def test_lost_rounds_of_a_deployment_count(tmp_path):
@@ -98,9 +98,9 @@ def test_lost_rounds_of_a_deployment_count(tmp_path):
     checkpoint = next(tmp_path.rglob("epoch=0*.ckpt"))
     remote = deploy(grid, make_client, tmp_path, ckpt_path=str(checkpoint), **SECURE)
     here = fit(make_client(), **SECURE)
-    for client, (own,) in here.federation.spent.items():
+    for client, (own,) in here.federation.options.example_privacy.spent.items():
         # three rounds, one that was recorded and lost, and one that had begun
-        assert remote.federation.spent[client] == [own._replace(steps=own.steps // 3 * 5)]
+        assert remote.federation.options.example_privacy.spent[client] == [own._replace(steps=own.steps // 3 * 5)]
 
 
 def test_who_is_asked_twice_has_spent_twice(tmp_path):
@@ -122,6 +122,6 @@ def test_who_is_asked_twice_has_spent_twice(tmp_path):
     grid._reply = lost_once
     remote = deploy(grid, make_client, max_rounds=1, serving={"quorum": Quorum(wait_for_lost=5)}, **SECURE)
     here = fit(make_client(), max_rounds=1, **SECURE)
-    for client, own in here.federation.spent.items():
-        (spent,) = remote.federation.spent[client]
+    for client, own in here.federation.options.example_privacy.spent.items():
+        (spent,) = remote.federation.options.example_privacy.spent[client]
         assert spent.steps == own[0].steps * (2 if client in (1, 3) else 1)

@@ -8,7 +8,7 @@ from federations import blobs, drawn_update, equal, fit, make_client, near, nois
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import FedAsync, FedAvgM, FedBuff
 from pfl_lightning.methods import FedProx
-from pfl_lightning.selection import Asynchronous
+from pfl_lightning.schedules import Asynchronous
 
 
 def arrived(model, seed, stale, place=0, start=None, **entries):

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from pfl_lightning.engines.examples import Draws, ExampleGradients, noised
 from scipy.stats import chi2
 from torch import nn
 from torch.nn import functional as F
@@ -37,7 +38,6 @@ from pfl_lightning.client import Phase
 from pfl_lightning.data import Natural, Samples, TensorData
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, sequential
 from pfl_lightning.engines.base import LocalWork
-from pfl_lightning.engines.examples import Draws, ExampleGradients, noised
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap import private
 from pfl_lightning.methods import (
@@ -252,7 +252,11 @@ def test_secure_noise_is_another_in_each_run_and_seeded_noise_the_same(engine):
     one, other = ends["secure"]
     assert all(not torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
     # the same privacy is spent
-    assert one.federation.spent == other.federation.spent == ends["seeded"][0].federation.spent
+    assert (
+        one.federation.options.example_privacy.spent
+        == other.federation.options.example_privacy.spent
+        == ends["seeded"][0].federation.options.example_privacy.spent
+    )
     assert one.rows[-1]["privacy/epsilon"] == ends["seeded"][0].rows[-1]["privacy/epsilon"]
     for noise, (run, _) in ends.items():
         told = run.federation.privacy()
@@ -333,7 +337,7 @@ def test_steps_of_lost_rounds_count_where_their_noise_was_another(noise, counted
         # the third, which is recorded, and the fourth, whose clients nobody knows
         rounds.update([*map(int, recorded[2]["cohort"].split()), *range(4)])
     expected = {k: [Release(2.0, min(1, 5 / sizes[k]), rounds[k] * math.ceil(sizes[k] / 5))] for k in rounds}
-    assert run.federation.spent == expected
+    assert run.federation.options.example_privacy.spent == expected
     assert run.rows[-1]["privacy/epsilon"] == max(epsilon(own, 0.1 / sizes[k]) for k, own in expected.items())
     assert run.logger.summary["privacy"]["noise"].startswith(noise)
 
@@ -346,7 +350,7 @@ def test_private_steps_are_the_same_under_all_engines(method):
     settings = {"example_privacy": DPSGD(1.0, 0.5), "max_rounds": 2, "clients_per_round": 3, "local_epochs": 2}
     one, many = (fit(make_client(method), engine=engine, **settings) for engine in (Sequential, Vectorised))
     assert all(torch.allclose(one.weights[name], many.weights[name], atol=1e-5) for name in one.weights)
-    assert one.federation.spent == many.federation.spent
+    assert one.federation.options.example_privacy.spent == many.federation.options.example_privacy.spent
     for name in ("train/loss", "val/loss"):
         assert [row[name] for row in one.rows] == pytest.approx([row[name] for row in many.rows], abs=1e-4)
     for client, state in one.federation.clients.items():
@@ -390,7 +394,10 @@ def test_batches_of_nobody_are_noise():
             make_client(), blobs(40, 30, **settings), engine=engine, example_privacy=DPSGD(1.0, 0.1), local_steps=6,
             max_rounds=1, limit_val_batches=0,
         )  # fmt: skip
-        assert run.federation.spent == {0: [Release(1.0, 1 / 40, 6)], 1: [Release(1.0, 1 / 30, 6)]}
+        assert run.federation.options.example_privacy.spent == {
+            0: [Release(1.0, 1 / 40, 6)],
+            1: [Release(1.0, 1 / 30, 6)],
+        }
 
 
 # Which phases are private
@@ -418,7 +425,7 @@ def test_a_phase_that_stays_with_its_client_is_as_ever_and_spends_nothing(engine
     for client, state in usual.federation.clients.items():
         assert equal(loud.federation.clients[client].personal, state.personal)
     assert not equal(loud.weights, usual.weights)
-    assert {len(releases) for releases in loud.federation.spent.values()} == {1}
+    assert {len(releases) for releases in loud.federation.options.example_privacy.spent.values()} == {1}
 
 
 def test_evaluation_after_training_on_a_copy_is_without_noise():
@@ -464,7 +471,7 @@ def everything_told(method, engine, value):
         "entries": [[sorted(update) for update in updates.values()] for updates in spy.updates],
         "num_samples": [[int(update["num_samples"]) for update in updates.values()] for updates in spy.updates],
         "shares": run.federation.aggregator.state["shares"],
-        "spent": run.federation.spent,
+        "spent": run.federation.options.example_privacy.spent,
         "rows": [[row[name] for name in names] for row in run.rows],
     }
     return told, spy.updates[0]
@@ -554,12 +561,15 @@ def test_epsilon_is_of_each_client_by_its_samples_and_steps(tmp_path):
 def test_a_target_gets_the_least_noise_that_keeps_every_client_within_it(method, tmp_path):
     run = fit(make_client(method), blobs(), tmp_path, example_privacy=DPSGD(epsilon=3.0), max_rounds=3)
     sizes = run.federation.sizes(range(4), "train")
-    ((z,),) = {tuple({release.noise_multiplier for release in own}) for own in run.federation.spent.values()}
+    ((z,),) = {
+        tuple({release.noise_multiplier for release in own})
+        for own in run.federation.options.example_privacy.spent.values()
+    }
 
     def all_within(factor):
         return all(
             within(3.0, 0.1 / sizes[k], [Release(factor * z, q, steps) for z, q, steps in releases])
-            for k, releases in run.federation.spent.items()
+            for k, releases in run.federation.options.example_privacy.spent.items()
         )
 
     assert all_within(1) and not all_within(1 - 2e-4)
@@ -577,7 +587,10 @@ def test_a_target_is_of_all_rounds_also_after_resuming(tmp_path):
     whole = fit(make_client(), root=tmp_path / "whole", **settings)
     fit(make_client(), root=tmp_path / "halves", callbacks=[Pause(2)], **settings)
     resumed = fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **settings)
-    assert same_end(whole, resumed) and resumed.federation.spent == whole.federation.spent
+    assert (
+        same_end(whole, resumed)
+        and resumed.federation.options.example_privacy.spent == whole.federation.options.example_privacy.spent
+    )
     with pytest.raises(MisconfigurationException, match=r"epsilon=3\.0 is spent after 4 rounds"):
         fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **{**settings, "max_rounds": 8})
     with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.example_privacy\.epsilon"):
@@ -587,7 +600,10 @@ def test_a_target_is_of_all_rounds_also_after_resuming(tmp_path):
 def test_all_engines_share_a_target_out_alike(tmp_path):
     given = {"example_privacy": DPSGD(epsilon=3.0), "max_rounds": 2}
     first, *others = (fit(make_client(), engine=kind, **given) for kind in (Sequential, Vectorised, Processes))
-    assert all(other.federation.spent == first.federation.spent for other in others)
+    assert all(
+        other.federation.options.example_privacy.spent == first.federation.options.example_privacy.spent
+        for other in others
+    )
 
 
 def test_resuming_goes_on_with_what_was_spent(tmp_path):
@@ -595,7 +611,10 @@ def test_resuming_goes_on_with_what_was_spent(tmp_path):
     whole = fit(make_client(), root=tmp_path / "whole", **settings)
     fit(make_client(), root=tmp_path / "halves", callbacks=[Pause(2)], **settings)
     resumed = fit(make_client(), root=tmp_path / "halves", ckpt_path="last", **settings)
-    assert same_end(whole, resumed) and resumed.federation.spent == whole.federation.spent
+    assert (
+        same_end(whole, resumed)
+        and resumed.federation.options.example_privacy.spent == whole.federation.options.example_privacy.spent
+    )
     with pytest.raises(MisconfigurationException, match=r"other settings of trainer\.example_privacy\.noise"):
         fit(make_client(), root=tmp_path / "halves", ckpt_path="last", example_privacy=DPSGD(2.0), max_rounds=5)
 
@@ -604,7 +623,7 @@ def test_other_noise_after_resuming_is_added(tmp_path):
     fit(make_client(), root=tmp_path, example_privacy=DPSGD(1.0), max_rounds=1)
     settings = {"example_privacy": DPSGD(2.0), "max_rounds": 2, "resume_changed": True}
     run = fit(make_client(), root=tmp_path, ckpt_path="last", **settings)
-    assert [release.noise_multiplier for release in run.federation.spent[0]] == [1.0, 2.0]
+    assert [release.noise_multiplier for release in run.federation.options.example_privacy.spent[0]] == [1.0, 2.0]
 
 
 # Class counts
@@ -651,8 +670,11 @@ def test_epsilon_covers_the_class_counts(tmp_path):
     assert told["epsilon"] == pytest.approx(alone + 2.1)
     many = [Release(2.0, 1.0, 100), Release(DPSGD(2.0, counts_epsilon=0.1).counts_release.noise_multiplier, 1.0, 100)]
     assert DPSGD(2.0, counts_epsilon=0.1).epsilon_of(many, 30) < epsilon(many[:1], 0.1 / 30) + 10
-    for client, own in run.federation.spent.items():
-        assert own == [*steps.federation.spent[client], COUNTED.counts_release._replace(steps=3)]
+    for client, own in run.federation.options.example_privacy.spent.items():
+        assert own == [
+            *steps.federation.options.example_privacy.spent[client],
+            COUNTED.counts_release._replace(steps=3),
+        ]
 
 
 @pytest.mark.parametrize("pure", [0.01, 0.7, 3.0, 20.0])

@@ -64,7 +64,7 @@ def test_no_cohort_follows_from_the_checkpoint_before_it(tmp_path):
 
 def test_each_client_comes_at_the_rate_and_by_itself():
     run, _ = run_of("secure", Poisson(0.3), rounds=1)
-    drawn = [run.federation._cohort(range(CLIENTS), CLIENTS) for _ in range(2000)]
+    drawn = [run.federation.cohort(range(CLIENTS), CLIENTS) for _ in range(2000)]
     for client in range(CLIENTS):
         assert binomtest(sum(client in cohort for cohort in drawn), 2000, 0.3).pvalue > 1e-5
     together = sum(3 in cohort and 7 in cohort for cohort in drawn)

@@ -8,7 +8,8 @@ import pytest
 from command import QUIET, pfl
 from federations import Spy, blobs, fit, make_client, read_csv
 from pfl_lightning import selection
-from pfl_lightning.selection import Asynchronous, Schedule, Selection, Synchronous
+from pfl_lightning.schedules import Asynchronous, Schedule, Synchronous
+from pfl_lightning.selection import Selection
 from pfl_lightning.settings import parameters_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "participation.md").read_text()

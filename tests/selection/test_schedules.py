@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from pfl_lightning.data import InputDrift
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.methods import FedPer, Pooled
 from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
-from pfl_lightning.selection import Asynchronous, Availability, Oort, Poisson, Synchronous
-from pfl_lightning.selection.schedule import Turn, enough
+from pfl_lightning.schedules import Asynchronous, Synchronous, Turn
+from pfl_lightning.selection import Availability, Oort, Poisson
+from pfl_lightning.selection.base import enough
 
 EVEN = {"distribution": "constant", "seconds": 1.0}
 LATE = {"distribution": "lognormal", "spread": 1.5}
@@ -30,15 +32,15 @@ def table(folder, *speeds, delays=()):
 
 
 def played(schedule, rounds, clients=3, size=3, samples=1):
-    """The rounds' plans, as a federation asks for them; the first clients are drawn."""
+    """The rounds' courses, as a federation asks for them; the first clients are drawn."""
     schedule.setup(0, clients)
     plans = []
     for round in range(rounds):
         sent = []
         turn = Turn(round, range(clients), size, lambda ids, free, _: list(ids)[:free], lambda _: samples, sent.append)
-        plan = schedule.plan(turn._replace(send=lambda client: {"payload": client}))
-        schedule.state = plan.state
-        plans.append(plan)
+        course = schedule.course(turn._replace(send=lambda client: {"payload": client}))
+        schedule.state = course.state
+        plans.append(SimpleNamespace(**course.plan._asdict(), seconds=course.seconds, state=course.state))
     return plans
 
 
@@ -118,7 +120,7 @@ def test_a_clock_alone_changes_no_bit_of_synchronous_rounds():
     assert [{k: v for k, v in row.items() if k not in added} for row in untimed(run.rows)] == [
         {k: v for k, v in row.items() if k not in added} for row in untimed(plain.rows)
     ]
-    slowest = [max(run.trainer.rounds.schedule.took(int(k), 1) for k in row["cohort"].split()) for row in run.rows]
+    slowest = [max(run.federation.options.schedule.took(int(k), 1) for k in row["cohort"].split()) for row in run.rows]
     assert all(time > least for time, least in zip(times(run), slowest, strict=True))
 
 
@@ -146,7 +148,7 @@ def test_a_resumed_synchronous_run_knows_who_is_still_at_work(tmp_path):
         return fit(make_client(), root=root, schedule=schedule, **{"max_rounds": 4, **more})
 
     whole = run()
-    assert whole.trainer.rounds.schedule.state["busy"]
+    assert whole.federation.options.schedule.state["busy"]
     run(tmp_path, max_rounds=2)
     resumed = run(tmp_path, ckpt_path="last")
     assert same_end(whole, resumed) and times(whole)[2:] == times(resumed)[2:]
@@ -175,7 +177,7 @@ class InPlace(WeightedAverage):
 
 def test_a_server_that_changes_tensors_in_place_leaves_those_that_were_sent_and_versions_are_kept_once():
     run = fit(make_client(), aggregator=InPlace(), schedule=Asynchronous(buffer=1, **LATE), max_rounds=3)
-    flying = run.trainer.rounds.schedule.state["flying"].values()
+    flying = run.federation.options.schedule.state["flying"].values()
     sent = {}
     for flight in flying:
         for name, tensor in flight["payload"]["weights"].items():
@@ -210,7 +212,7 @@ def test_over_selection_takes_the_first_and_leaves_the_others_as_they_were(tmp_p
     assert row["bytes/down"] == 2 * (row["bytes/up"] - 2 * 8)
     samples = run.data.size(0, "train")
     assert row["time/simulated"] == 2 * samples
-    assert run.trainer.rounds.schedule.state["busy"] == {0: 4 * samples, 2: 3 * samples}
+    assert run.federation.options.schedule.state["busy"] == {0: 4 * samples, 2: 3 * samples}
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,11 @@ class Aggregator:
     The newcomer then does one round of local work, of which nothing but the update is kept, for `welcome`.
     """
 
+    is_secure: bool = False
+    """True if it draws random numbers from the operating system, which are others in each process."""
+    hides_cohorts: bool = False
+    """True if its guarantee counts on cohorts that follow from nothing that others have, such as the run's seed."""
+
     reads_arrivals: bool = False
     """True if it reads the entry ``arrival`` of updates, which ``trainer.schedule`` adds at the server.
 
@@ -294,6 +299,27 @@ class Aggregator:
             final: whether the run is over, so that a computation of some seconds is allowed.
         """
         return {}
+
+    def noise_share(self, deployed: bool) -> Any:
+        """Return the noise that each client adds under ``trainer.secure_sum``, a `NoiseShare`; None adds none.
+
+        Args:
+            deployed: whether clients are sites of a deployment.
+        """
+        return None
+
+    def check_sums(self) -> None:
+        """Refuse ``trainer.secure_sum``, under which it learns sums over clients and no client's own update.
+
+        Raises:
+            MisconfigurationException: if it doesn't claim `sums_only`, or a setting asks for more.
+        """
+        if not self.sums_only:
+            raise MisconfigurationException(
+                f"aggregator={type(self).__name__} doesn't say of itself, by sums_only = True in its own class, that "
+                "it needs sums over clients alone, which is all that trainer.secure_sum gives; take one that does, "
+                "such as WeightedAverage."
+            )
 
     def count_lost(self, rounds: int) -> None:
         """Account for rounds which ran after the loaded checkpoint, and will be run again.

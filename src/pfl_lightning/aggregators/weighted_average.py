@@ -131,6 +131,15 @@ class WeightedAverage(Aggregator):
             # all names of a tied parameter: `average` changes each entry of the state dict by itself
             self.learnable = server.parameter_names(remove_duplicate=False)
 
+    def check_sums(self) -> None:
+        """Refuse ``trainer.secure_sum`` beside a rule that compares updates."""
+        if self.mean is not None:
+            raise MisconfigurationException(
+                f"aggregator.mean={self.mean.name} compares clients' updates, and trainer.secure_sum hides them: a "
+                "server can be robust against single clients or blind for them, not both; leave one of the two out."
+            )
+        super().check_sums()
+
     def running_mean(self, sizes: Mapping[int, int]) -> RunningMean | None:
         """Return the mean of the round, unless a rule or a subclass looks at single uploads."""
         own, base = type(self), WeightedAverage

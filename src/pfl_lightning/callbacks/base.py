@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from pfl_lightning.engines import Outcome
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
+from pfl_lightning.federation.stages import Stage
 from pfl_lightning.messages import Updates
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -23,8 +24,11 @@ def empty(hook: Hook) -> Hook:
     return hook
 
 
-class FederatedCallback(Callback):
+class FederatedCallback(Callback, Stage):
     """Lightning's `Callback` with further hooks for a round and for a run's end, listed in the order of their calls.
+
+    It is a `Stage` as well: it may also change what goes down (`send`), what comes up (`upload`), and what the server
+    takes (`collect`) and aggregates (`deliver`). Its memory is in Lightning's ``state_dict``.
 
     An epoch is a round, so Lightning's own epoch hooks are called once per round. A plain `Callback` works too: a
     method with a name from below is called on any callback.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -97,6 +98,13 @@ class CanaryAudit(SampleExchange):
     """
 
     is_attack = True
+    does = MappingProxyType({"edits": "changes single updates"})
+    excludes = MappingProxyType(
+        {
+            "sums": "changes single updates, which are summed by then",
+            "update level": "sends updates of its own, without that noise",
+        }
+    )
     """Marks settings to compare with the checkpoint's when a run is resumed."""
 
     def __init__(self, canaries: int = 100, unit: Unit | None = None, scale: float = 10.0) -> None:
@@ -142,11 +150,6 @@ class CanaryAudit(SampleExchange):
             raise MisconfigurationException(
                 "trainer.callbacks: CanaryAudit changes models for an audit, in simulations, and the clients of these "
                 "data are at sites; leave it out."
-            )
-        if federation.options.local_privacy is not None:
-            raise MisconfigurationException(
-                "trainer.callbacks: CanaryAudit sends updates of its own, without the noise of trainer.local_privacy; "
-                "leave one of the two out."
             )
         if "weights" not in client.sends or "weights" not in federation.aggregator.sends:
             raise MisconfigurationException(
@@ -314,7 +317,7 @@ class CanaryAudit(SampleExchange):
         if private is None:
             return []
         counts = private.counts_release
-        return [r for r in federation.spent.get(client, []) if r._replace(steps=1) != counts]
+        return [r for r in private.spent.get(client, []) if r._replace(steps=1) != counts]
 
     # Canaries of clients
 
@@ -427,9 +430,9 @@ class CanaryAudit(SampleExchange):
         if private is None:
             made = [release._replace(noise_multiplier=z) for release in self._releases(federation)[0]]
             return bounded_epsilon(made, claim["delta"], cast(DPAverage, aggregator).epsilon)
-        sizes = federation.sizes(federation.spent, "train")
+        sizes = federation.sizes(private.spent, "train")
         # who has spent most by the claimed noise, of which all clients' epsilons are known already
-        most = max(sizes, key=lambda client: private.epsilon_of(federation.spent[client], sizes[client]))
+        most = max(sizes, key=lambda client: private.epsilon_of(private.spent[client], sizes[client]))
         made = [release._replace(noise_multiplier=z) for release in self._steps(federation, most)]
         return private.epsilon_of(made, sizes[most])
 

@@ -19,7 +19,8 @@ from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import LocalPrivacy
-from pfl_lightning.selection import Schedule, Selection
+from pfl_lightning.schedules import Schedule
+from pfl_lightning.selection import Selection
 
 KINDS: dict[str, type] = {
     "model": ClientModule,

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.aggregators.adapters import pairs
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import StateDict
 from pfl_lightning.nets.modes import kept_modes
-from pfl_lightning.selection import Schedule, Selection
+from pfl_lightning.selection import Selection
 from pfl_lightning.settings import kept_arguments, parameters_of
 from pfl_lightning.tasks.base import number_of_classes
 
@@ -37,34 +36,6 @@ def check_finite(client: ClientModule, aggregator: Aggregator) -> None:
     for name, value in (*numbers("model", client), *numbers("aggregator", aggregator)):
         if not math.isfinite(value):
             raise MisconfigurationException(f"{name}={value} must be finite.")
-
-
-def check_pools(client: ClientModule, deployed: bool, summed: bool, evaluate: str) -> None:
-    """Refuse settings that keep clients' samples apart, for a client module that trains on all of them.
-
-    Args:
-        client: the client module.
-        deployed: whether clients are at sites.
-        summed: whether the server learns sums alone.
-        evaluate: ``trainer.evaluate``.
-
-    Raises:
-        MisconfigurationException: if the module pools samples and a setting doesn't allow it.
-    """
-    if not client.pools:
-        return
-    name = type(client).__name__
-    if deployed or summed:
-        where = "clients at sites keep theirs" if deployed else "trainer.secure_sum hides even clients' updates"
-        raise MisconfigurationException(
-            f"model={name} trains on the samples of all clients in one place, and {where}; run it in a simulation "
-            "without, or take FedAvg."
-        )
-    if evaluate != "before":
-        raise MisconfigurationException(
-            f"trainer.evaluate={evaluate} shows each client's model after its own training, and model={name} has one "
-            "model for all; take before."
-        )
 
 
 def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -164,30 +135,6 @@ def check_tied(client: ClientModule) -> None:
                 f"shares, and {name}, which stays with each client; give a net that doesn't tie the two, or take a "
                 "method that shares all of it, such as FedAvg."
             )
-
-
-def check_schedule(schedule: Schedule, client: ClientModule, aggregator: Aggregator) -> None:
-    """Refuse a schedule for a server with a guarantee of privacy, and for a client that stands for all.
-
-    Args:
-        schedule: ``trainer.schedule``.
-        client: the client module.
-        aggregator: the aggregator.
-
-    Raises:
-        MisconfigurationException: if they don't fit.
-    """
-    name = f"trainer.schedule={type(schedule).__name__}"
-    if any(part.guarantee for part in parts_of(aggregator)):
-        raise MisconfigurationException(
-            f"{name} tells and decides by the clients' numbers of samples, which the guarantee of "
-            f"aggregator={aggregator.name} doesn't cover; leave one of the two out."
-        )
-    if client.pools:
-        raise MisconfigurationException(
-            f"{name} is a clock of the clients' devices, and model={type(client).__name__} trains in one place; leave "
-            "it out."
-        )
 
 
 def check_split(client: ClientModule) -> None:

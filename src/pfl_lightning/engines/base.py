@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -17,8 +17,9 @@ from pfl_lightning.data.batches import Limit
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
-from pfl_lightning.privacy.accountant import Release
-from pfl_lightning.privacy.dp_sgd import DPSGD
+
+if TYPE_CHECKING:
+    from pfl_lightning.privacy import DPSGD, Release
 
 
 class Extent(NamedTuple):
@@ -62,7 +63,7 @@ class LocalWork:
     last_batch: LastBatch = "keep"
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
-    example_privacy: DPSGD | None = None
+    example_privacy: "DPSGD | None" = None
     keeps_on_device: bool = False
     accumulate: int = 1
     limit: Limit = 1.0
@@ -199,7 +200,7 @@ class Outcome(NamedTuple):
     after: dict[str, dict[str, float]]
     seconds: float
     refused: str = ""
-    releases: tuple[Release, ...] = ()
+    releases: "tuple[Release, ...]" = ()
     steps: float = 0
     samples: float = 0
 

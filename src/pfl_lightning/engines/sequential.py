@@ -5,16 +5,14 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import chain, count, islice
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.client import Batch, Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples, epoch_order
@@ -22,17 +20,15 @@ from pfl_lightning.data.batches import continued_orders
 from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
-from pfl_lightning.engines.errors import computed, during
-from pfl_lightning.engines.examples import Draws, ExampleGradients, noised, releases_of, with_noisy_counts
-from pfl_lightning.engines.slots import Slots
+from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values, weighs_batches
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.privacy.accountant import Release
-from pfl_lightning.privacy.dp_sgd import DPSGD
-from pfl_lightning.privacy.noise import secure_seed
+
+if TYPE_CHECKING:
+    from pfl_lightning.privacy import DPSGD, Release
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 Divisor: TypeAlias = Tensor | float | None
@@ -134,8 +130,8 @@ class Sequential(Engine):
                 privacy = None if phase.stays else private
                 made = self._train_phase(phase, job, layout, data.train, generator, state, privacy)
                 steps += made
-                drawn = None if privacy is None else Draws.of(self.work, phase, len(data.train))
-                samples += sum(size for size, _ in made) if drawn is None else drawn.samples
+                expected = None if privacy is None else privacy.expected_samples(self.work, phase, len(data.train))
+                samples += sum(size for size, _ in made) if expected is None else expected
         # Read before an evaluation, whose adaptation takes steps too.
         taken = module.steps_done
         metrics = means(steps)
@@ -143,7 +139,7 @@ class Sequential(Engine):
         with torch.no_grad(), self.leaks.of("upload"), during("upload", job.round, job.client):
             update = detached(module.upload(data))
             if private is not None:
-                update = with_noisy_counts(private, update, job.seed)
+                update = private.noised_update(update, job.seed)
         if layout.personal:
             own = module.state_dict()
             state.personal = self.work.kept({name: own[name] for name in layout.personal})
@@ -158,7 +154,7 @@ class Sequential(Engine):
         if private is None:
             finite = finite and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
         else:
-            spent = tuple(releases_of(self.work, phases, len(data.train)))
+            spent = tuple(private.releases(self.work, phases, len(data.train)))
         seconds = time.perf_counter() - start
         return Outcome(job.client, update, state, metrics, finite, after, seconds, "", spent, taken, samples)
 
@@ -170,7 +166,7 @@ class Sequential(Engine):
         part: Samples,
         generator: torch.Generator,
         state: ClientState,
-        privacy: DPSGD | None,
+        privacy: "DPSGD | None",
     ) -> list[Step]:
         """Train one phase; return each batch's number of samples and values.
 
@@ -194,7 +190,7 @@ class Sequential(Engine):
             if phase.data is not None:
                 part = phase.data
             if privacy is not None:
-                steps = self._private_steps(privacy, part, phase, parameters, optimizer, generator)
+                steps = privacy.train_phase(self, part, phase, parameters, optimizer, generator)
                 taken = len(steps)
             else:
                 for x, y, divisor, ends in self._batches(part, phase, generator, job):
@@ -224,70 +220,6 @@ class Sequential(Engine):
             state.batches[phase.name] = job.state.batches.get(phase.name, 0) + len(steps)
         module.steps_done += taken
         return steps
-
-    def _private_steps(
-        self,
-        privacy: DPSGD,
-        part: Samples,
-        phase: Phase,
-        parameters: dict[str, nn.Parameter],
-        optimizer: Optimizer,
-        generator: torch.Generator,
-    ) -> list[Step]:
-        """Train by DP-SGD: bounded gradients of single samples plus noise; an empty batch logs no values.
-
-        Args:
-            privacy: bound, noise and sampling of DP-SGD.
-            part: the client's training samples.
-            phase: the phase.
-            parameters: the trained parameters by name.
-            optimizer: the phase's optimizer.
-            generator: draws batches and noise.
-        """
-        slots = Slots(self.module)
-        draws = Draws.of(self.work, phase, len(part))
-        gradients = ExampleGradients(self.module, slots, list(parameters), privacy, self.forward_context)
-        if privacy.is_secure:
-            # dropout's masks go by places in the batch, so that one sample more would change the others' known masks
-            self.seed_generators(secure_seed())
-        # Views of the parameters' memory, so each step sees the optimizer's changes.
-        entries = slots.current()
-        steps: list[Step] = []
-
-        def alone(batch: Batch, index: int) -> None:
-            with self.forward_context():
-                step_values(self.module, batch, index)
-
-        for index in range(draws.steps):
-            # Poisson sampling: each sample joins independently, so batches vary in size and may be empty.
-            rows = privacy.drawn(len(part), draws.rate, generator)
-            # Drawn for an empty batch too: a step without noise would reveal that no sample was drawn.
-            noise = privacy.drawn_noise(parameters.values(), generator)
-            sums: dict[str, Tensor] = {}
-            totals: dict[str, Tensor] = {}
-            if size := len(rows):
-                chosen = part.take(rows)
-                batch, taken = (chosen.x, chosen.y), torch.ones(size, device=self.device)
-                sums, totals = computed(
-                    partial(gradients.sums, entries, batch, taken, index),
-                    partial(alone, batch, index),
-                    self._without_examples,
-                )
-            steps.append((size, {name: total / size for name, total in totals.items()}))
-            for name, gradient in noised(sums, noise, parameters, draws.expected).items():
-                parameters[name].grad = gradient
-            if self._adjusts:
-                self._adjust(parameters)
-            optimizer.step()
-        return steps
-
-    def _without_examples(self, reason: str) -> MisconfigurationException:
-        """Return the error for a step without per-sample gradients."""
-        return MisconfigurationException(
-            f"trainer.example_privacy needs the gradient of each sample, which {type(self.module).__name__}."
-            f"training_step doesn't allow: {reason}; leave it out, or keep samples independent of each other in the "
-            "step."
-        )
 
     def _batches(
         self, part: Samples, phase: Phase, generator: torch.Generator, job: Job
@@ -354,8 +286,7 @@ class Sequential(Engine):
         if scaler is not None and (self._adjusts or self._calls_before_step or self.work.clip is not None):
             # Hooks and clipping must see gradients in their true size.
             scaler.unscale_(optimizer)
-        if self._adjusts:
-            self._adjust(parameters)
+        self.adjust(parameters)
         # Before clipping, in Lightning's order.
         if self._calls_before_step:
             self.module.on_before_optimizer_step(optimizer)
@@ -371,8 +302,14 @@ class Sequential(Engine):
             scaler.update()
 
     @torch.no_grad()
-    def _adjust(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Replace the gradients by the result of `ClientModule.adjust_gradients`."""
+    def adjust(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Replace the gradients by the result of `ClientModule.adjust_gradients`.
+
+        Args:
+            parameters: the trained parameters by name.
+        """
+        if not self._adjusts:
+            return
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for name, gradient in adjusted_gradients(self.module, gradients).items():
             parameters[name].grad = gradient

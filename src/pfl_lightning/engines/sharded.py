@@ -13,8 +13,9 @@ from pfl_lightning.data import ClientData
 from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
 from pfl_lightning.engines.errors import Failure
 from pfl_lightning.messages import Message, weighted_mean
-from pfl_lightning.privacy.secure_sum import COUNT
 
+COUNT = "num_samples"
+"""Entry of updates that counts a client's training samples."""
 TOGETHER = 32
 """Clients whose updates a rank averages at a time."""
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -30,16 +31,13 @@ from pfl_lightning.client.common import (
 from pfl_lightning.client.hooks import check_hooks
 from pfl_lightning.client.joined_clients import IDENTITY, joined_models
 from pfl_lightning.client.module import ClientModule, base_digest, complete, loadable
-from pfl_lightning.compression import Compression
 from pfl_lightning.contract.attributes import Remembered
-from pfl_lightning.contract.guarantee import check_example_level, check_guarantee, check_local, check_sums
+from pfl_lightning.contract.guarantee import check_guarantee
 from pfl_lightning.contract.pairing import (
     check_common,
     check_finite,
     check_pair,
-    check_pools,
     check_requirements,
-    check_schedule,
     check_split,
     check_task,
     check_tells,
@@ -50,7 +48,6 @@ from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import POOLED, own_values
-from pfl_lightning.engines.examples import releases_of
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import (
     check_rows,
@@ -65,8 +62,7 @@ from pfl_lightning.federation.checkpoint import (
 )
 from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
 from pfl_lightning.federation.learning import FirstRounds, any_changed
-from pfl_lightning.federation.local_noise import check_shared, noised
-from pfl_lightning.federation.messages import Arrivals, accepted, check_entries, check_payload, summed
+from pfl_lightning.federation.messages import Arrivals, accepted, check_entries, check_payload
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
     Batch,
@@ -87,17 +83,13 @@ from pfl_lightning.federation.resuming import (
     rounds_of,
     settings_of,
 )
-from pfl_lightning.messages import Message, StateDict, Updates, detached, is_finite, keep_own, num_bytes, tree_map
+from pfl_lightning.federation.stages import Declares, Part, Plan, Stage, refuse_pairs
+from pfl_lightning.messages import Message, StateDict, Updates, detached, is_finite, keep_own, num_bytes
 from pfl_lightning.methods.registry import method_of
-from pfl_lightning.privacy import DPAverage, LocalPrivacy, Release, SecureSum
-from pfl_lightning.privacy.dp_sgd import PUBLISHABLE, composed
-from pfl_lightning.privacy.secure_sum import NoiseShare, drawn_share
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
-from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.selection import Asynchronous, RoundStart
-from pfl_lightning.selection.schedule import Plan, Turn
+from pfl_lightning.selection import RoundStart
 from pfl_lightning.tasks.base import UNDEFINED
 
 WORTH_ADVICE = 10.0
@@ -131,7 +123,8 @@ class Federation(LightningModule):
         # One module per architecture and not one per client: clients' states are swapped in and out of it.
         self.architectures = nn.ModuleList(client.architectures())
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
-        self.options = options
+        # of its own, as stages keep what they have counted, and a setting may serve several federations
+        self.options = options = replace(options, **deepcopy(options.stages))
         self.round = 0
         self.lr_factor = self._first_factor = 1.0
         self.seed: int | None = None
@@ -141,7 +134,7 @@ class Federation(LightningModule):
         self.metrics: dict[str, Any] = {}
         # Bytes beside those of the updates and of their payloads: sent to clients asked by the selection, or whose
         # update comes in a later round or never; and reported up.
-        self._selection_bytes = [0, 0]
+        self.further_bytes = [0, 0]
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(
@@ -153,9 +146,6 @@ class Federation(LightningModule):
         fingerprint, digests of ``rows`` and ``settings``."""
         self._met: FederatedDataModule | None = None
         self.resume_changed = self.changed = False
-        self.spent: dict[int, list[Release]] = {}
-        self.local_epsilon: dict[int, float] = {}
-        """Epsilon of each client's updates so far, by ``trainer.local_privacy``."""
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
@@ -168,30 +158,15 @@ class Federation(LightningModule):
         """Result of an audit of the guarantee, for the summary; empty unless a callback audits."""
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
-        if options.secure_sum is not None:
-            check_sums(client, self.aggregator)
-        if options.schedule is not None:
-            check_schedule(options.schedule, client, self.aggregator)
-        if options.example_privacy is not None:
-            noisy_counts = options.example_privacy.counts_epsilon is not None
-            check_example_level(client, self.aggregator, options.cohort, noisy_counts)
-        if options.local_privacy is not None:
-            check_local(client, self.aggregator, options.cohort)
-        check_pools(client, self._deployed, options.secure_sum is not None, options.evaluate)
+        refuse_pairs([*options.parts, *self._parts()])
         check_pair(client, self.aggregator)
         check_requirements(client, self.aggregator)
         check_tells(client, options.cohort)
-        if options.compression is not None:
-            if options.secure_sum is not None:
-                raise MisconfigurationException(
-                    f"trainer.compression={type(options.compression).__name__} sends each client other parts of its "
-                    "update, and trainer.secure_sum adds whole vectors up; leave one of the two out."
-                )
-            options.compression.check(client, self.aggregator)
-        for module in self._architectures:
+        for module in self.client_modules:
             module.settle_common()
-            if options.local_privacy is not None:
-                check_shared(module)
+        for stage in options.stages.values():
+            stage.check(self)
+        for module in self.client_modules:
             check_tied(module)
             check_split(module)
             module.requested = (module.offers & self.aggregator.needs) | options.cohort.asks
@@ -204,8 +179,63 @@ class Federation(LightningModule):
         return method_of(self.client, self.aggregator)
 
     @property
-    def _architectures(self) -> list[ClientModule]:
+    def client_modules(self) -> list[ClientModule]:
+        """The client module of each architecture."""
         return cast(list[ClientModule], list(self.architectures))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of a round: those of the Trainer's settings, and callbacks."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [*self.options.stages.values(), *(each for each in callbacks if isinstance(each, Stage))]
+
+    def _with(self, hook: str) -> list[Stage]:
+        """Return the stages with a hook of their own, as others would cost a call per client."""
+        default = getattr(Stage, hook)
+        return [stage for stage in self.stages if getattr(type(stage), hook) is not default]
+
+    def _parts(self) -> list[Declares]:
+        """Return what client module and server do to rounds, and exclude."""
+        client, server = self.client, self.aggregator
+        parts: list[Declares] = []
+        setting = f"aggregator={server.name}"
+        if server.guarantee:
+            doesn_t = "guarantees privacy of clients, which doesn't cover that"
+            parts.append(Part(setting, {"sum level": "noises sums of updates"}, {"chooses": doesn_t}))
+        if any(type(part).turns is not Aggregator.turns for part in parts_of(server)):
+            excluded = {
+                "clock": "has clients train in turns; leave it out",
+                "edits": "has handed them on by then",
+            }
+            parts.append(Part(setting, {"turns": "has clients train in turns"}, excluded))
+        if server.fixed_sizes:
+            reason = "reads their numbers of samples only before the first round; take another method, such as FedAvg"
+            parts.append(Part(setting, excludes={"moves": reason}))
+        if client.pools:
+            reason = "trains on the samples of all clients in one place; run it in a simulation without, or take FedAvg"
+            one = {
+                "sites": reason,
+                "sums": reason,
+                "clock": "trains in one place; leave it out",
+                "after": "has one model for all; take before",
+            }
+            parts.append(Part(f"model={type(client).__name__}", {"pools": "trains on all samples in one place"}, one))
+        return parts
+
+    def _parts_of_data(self) -> list[Declares]:
+        """Return what the data do to rounds, and exclude."""
+        data = self.data
+        if not (data.redivides or data.input_drift):
+            return []
+        drift = f"data.drift={sorted(data.drift)}" if data.drift else f"data={type(data).__name__} with its division_at"
+        moves = {"moves": "moves samples between clients"}
+        if not data.redivides:
+            return [Part("data.input_drift", {"changes": "changes samples over the rounds"})]
+        fitted = Part(
+            "preprocessing by data.standardize=client or data.preprocessing.by=client",
+            excludes={"moves": "scales a sample by the statistics of its first client; take table"},
+        )
+        return [Part(drift, moves), *([fitted] if data.fitted_on == "each client" else [])]
 
     def architecture_of(self, client: int) -> int:
         """Return the index in ``architectures`` of a client's net.
@@ -226,7 +256,8 @@ class Federation(LightningModule):
         return {client: data.size(client, split) for client in clients}
 
     @property
-    def _fitting(self) -> bool:
+    def is_fitting(self) -> bool:
+        """Whether rounds are run, and not an evaluation alone."""
         return bool(self.trainer.state.fn == TrainerFn.FITTING)
 
     @cached_property
@@ -236,7 +267,7 @@ class Federation(LightningModule):
         Made at the first use, when Lightning has moved the modules to their device.
         """
         try:
-            return self.options.engines(self._architectures, self.data, self.trainer, self._sums())
+            return self.options.engines(self.client_modules, self.data, self.trainer, self._sums())
         except AttributeError as error:
             # nn.Module answers an AttributeError inside a property with "no attribute 'engines'", which hides the
             # cause.
@@ -251,12 +282,10 @@ class Federation(LightningModule):
         if (
             not all(part.sums_only for part in parts)
             or len(by_samples) > 1
-            or options.compression is not None
-            or options.secure_sum is not None
-            or options.local_privacy is not None
+            or any(stage.reads_updates for stage in options.stages.values())
             or self.aggregator.turns([0], 0) is not None
             # each update counts by its own staleness
-            or (options.schedule is not None and any(part.reads_arrivals for part in parts))
+            or any(part.reads_arrivals for part in parts)
             or any(getattr(cast(Any, reader).__self__, "reads_updates", True) for reader in readers)
         ):
             return None
@@ -276,46 +305,40 @@ class Federation(LightningModule):
 
         Lightning calls this again for each fit, validation and test; later calls only check the settings and the data.
         """
-        for module in self._architectures:
+        for module in self.client_modules:
             self.options.check(module, self.data)
             # The check runs the net on a batch; a small net is faster in one thread.
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
-        if self.data.redivides:
-            self._check_drift()
-        if isinstance(self.options.schedule, Asynchronous) and (self.data.redivides or self.data.input_drift):
-            drift = "data.drift" if self.data.redivides else "data.input_drift"
+        callbacks = self.stages[len(self.options.stages) :]
+        if self.is_deployed and (acts := [each for each in callbacks if type(each).upload is not Stage.upload]):
             raise MisconfigurationException(
-                f"{drift} changes the samples between a client's start and its update, and trainer.schedule="
-                "Asynchronous trains it at the update; take Synchronous, or data without a change."
+                f"{acts[0].setting} changes updates at clients, which are at sites, and would run here; give a "
+                "trainer.compression, which sites have as well."
             )
+        refuse_pairs([*self.options.parts, *self._parts(), *self._parts_of_data(), *callbacks])
         if self.data.input_drift and self.client.pools and not self.data.resident:
             raise MisconfigurationException(
                 "data.input_drift changes each client's batches, and data.resident=false reads those of all clients "
                 f"as one for {type(self.client).__name__}; take resident=true."
             )
         self._check_fitted()
-        if self._fitting:
+        if self.is_fitting:
             clients, here = range(self.data.num_clients), self.data.resident and not self.data.at_sites
             targets = (self.data.part(client, "train").y for client in clients) if here else None
             self.data.task.check_training(self.data.batch_size, targets)
-        if self._fitting and self.seed is None:
+        if self.is_fitting and self.seed is None:
             # Data that another federation has tested keep that one's preprocessing, which a new federation fits anew.
             self.data.adopt({}, [])
         self.data.go_to(max(1, self.round))
-        self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self._fitting else 0)
+        self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self.is_fitting else 0)
         rounds = rounds_of(self.options, self.trainer, self.data.num_clients, self.aggregator)
-        if self.options.secure_sum is not None and rounds["attacks"]:
-            raise MisconfigurationException(
-                f"trainer.callbacks={rounds['attacks'][0].split()[0]} changes single updates, and trainer.secure_sum "
-                "has summed them by then; leave one of the two out."
-            )
-        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        self.settings = settings_of(self.client_modules, self.aggregator, self.data, rounds)
         if self.seed is not None:
             if self.data is not self._met:
                 self._meet(self.trained)
-                if self._fitting:
+                if self.is_fitting:
                     check_rows(self.trained, self.data)
             # A later fit or evaluation continues with this state; only another data module is paired anew.
             return
@@ -324,21 +347,19 @@ class Federation(LightningModule):
         # a second copy of frozen weights, which may be nearly all of a net.
         several = self.trainer.world_size > 1
         self.seed, states = self.trainer.strategy.broadcast(
-            (torch.initial_seed(), [whole_model(module, several) for module in self._architectures])
+            (torch.initial_seed(), [whole_model(module, several) for module in self.client_modules])
         )
-        pairs = list(zip(self._architectures, states, strict=True))
+        pairs = list(zip(self.client_modules, states, strict=True))
         if several:
             for module, state in pairs:
                 module.assign({name: state[name] for name in common_parameters(module)})
         self.initial = [personal_entries(module, state) for module, state in pairs]
         shared = [shared_entries(module, state) for module, state in pairs]
-        check_common(self._architectures, shared)
+        check_common(self.client_modules, shared)
         self._shared = shared[0]
         # looked for once: a server without a model of its own may compute one, which other nets needn't wait for
         self._batch_norm = any(name.endswith("running_var") for name in self._shared)
         self._set_up_server(self.seed)
-        if self.aggregator.turns([0], 0) is not None:
-            self._check_turns()
         self._say_if_stale()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
@@ -393,7 +414,7 @@ class Federation(LightningModule):
         """
         # Strangers among the data's clients are new clients, also for predictions.
         newcomers = getattr(self.trainer, "joins", False) or self.trainer.state.fn == TrainerFn.PREDICTING
-        use = "fit" if self._fitting else "join" if newcomers else "test"
+        use = "fit" if self.is_fitting else "join" if newcomers else "test"
         # The checkpoint's sizes and fingerprint are of the first division; later ones of a drift follow from it.
         with self.data.at_round(1):
             changed = pair_clients(saved, self.data, use)
@@ -422,12 +443,13 @@ class Federation(LightningModule):
         bound. Statistics of one client's own samples are covered by a client-level guarantee, but not by a sample-level
         one.
         """
-        fitted, per_sample = self.data.fitted_on, self.options.example_privacy is not None
-        of_clients = bool(self.aggregator.guarantee) or self.options.local_privacy is not None
-        if fitted == "nothing" or not (per_sample or (of_clients and fitted == "all clients")):
+        fitted = self.data.fitted_on
+        guarantee = f"aggregator={self.aggregator.name}" if self.aggregator.guarantee else ""
+        levels = {level: part.setting for part in self.options.stages.values() for level in part.does}
+        per_sample, guarantee = levels.get("sample level", ""), levels.get("update level", guarantee)
+        if fitted == "nothing" or not (per_sample or (guarantee and fitted == "all clients")):
             return
-        of_client = "trainer.local_privacy" if self.options.local_privacy else f"aggregator={self.aggregator.name}"
-        setting = "trainer.example_privacy" if per_sample else of_client
+        setting = per_sample or guarantee
         remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
         own = ", or data.standardize=client or data.preprocessing.by=client"
         raise MisconfigurationException(
@@ -437,59 +459,25 @@ class Federation(LightningModule):
 
     def _say_if_stale(self) -> None:
         """Log a line if updates are stale and the server takes them as fresh, or if it weighs updates never stale."""
-        if not self._fitting:
+        if not self.is_fitting:
             return
         reads = any(part.reads_arrivals for part in parts_of(self.aggregator))
-        stale, name = isinstance(self.options.schedule, Asynchronous), self.aggregator.name
+        name = self.aggregator.name
+        stale = next((stage.setting for stage in self.options.stages.values() if "stale" in stage.does), "")
         if stale and not reads:
             rank_zero_info(
-                f"trainer.schedule=Asynchronous: aggregator={name} takes updates from older models like new ones; "
+                f"{stale}: aggregator={name} takes updates from older models like new ones; "
                 "FedBuff and FedAsync weigh them by their staleness."
             )
-        if reads and not stale and not self._deployed:
+        if reads and not stale and not self.is_deployed:
             rank_zero_info(
                 f"aggregator={name}: no update is ever stale, as all clients of a round train from the same model; set "
                 "trainer.schedule=Asynchronous, as in --config schedules/fedbuff."
             )
 
-    def _check_turns(self) -> None:
-        """Refuse attacks on updates, and a simulated clock, where clients train in turns."""
-        if self.options.schedule is not None:
-            raise MisconfigurationException(
-                f"trainer.schedule={type(self.options.schedule).__name__} is of clients that train at once, and under "
-                f"aggregator={self.aggregator.name} they train in turns; leave it out."
-            )
-        for listener in self._listeners("on_aggregate_start"):
-            callback = cast(Any, listener).__self__
-            if getattr(callback, "is_attack", False):
-                raise MisconfigurationException(
-                    f"trainer.callbacks={type(callback).__name__} changes updates at the end of a round, and "
-                    f"aggregator={self.aggregator.name} has handed them on by then; leave one of the two out."
-                )
-
-    def _check_drift(self) -> None:
-        """Refuse settings for fixed local samples when samples move between clients over the rounds."""
-        name = type(self.data).__name__
-        setting = f"data.drift={sorted(self.data.drift)}" if self.data.drift else f"data={name} with its division_at"
-        if self.options.example_privacy is not None:
-            raise MisconfigurationException(
-                f"{setting} moves samples between clients, and trainer.example_privacy keeps a privacy budget for "
-                "each client's own samples; leave one of the two out."
-            )
-        if self.data.fitted_on == "each client":
-            raise MisconfigurationException(
-                f"{setting} moves samples between clients, and data.standardize=client and "
-                "data.preprocessing.by=client scale a sample by the statistics of its first client; take table."
-            )
-        if self.aggregator.fixed_sizes:
-            raise MisconfigurationException(
-                f"{setting} changes the clients' numbers of samples, which aggregator {self.aggregator.name} reads "
-                "only before the first round; take another method, such as FedAvg."
-            )
-
     def _kept(self, states: MutableMapping[int, ClientState]) -> MutableMapping[int, ClientState]:
         """Return clients' states in the storage named by ``trainer.client_states``."""
-        if self.options.client_states != "disk" or not (states or self._fitting):
+        if self.options.client_states != "disk" or not (states or self.is_fitting):
             # Made only for a fit or for existing states: an evaluation that is refused early shall leave no folder
             # behind.
             return states
@@ -500,18 +488,15 @@ class Federation(LightningModule):
         """Prepare the aggregator and the client selection for a seed."""
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
         known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
-        summed = self.options.secure_sum is not None
+        summed = any("sums" in stage.does for stage in self.options.stages.values())
+        self.seed = seed
         self.aggregator.setup(
-            Server(clients, self._shared, self.client, self.data, seed, known, sampling, self._deployed, summed)
+            Server(clients, self._shared, self.client, self.data, seed, known, sampling, self.is_deployed, summed)
         )
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
-        if self.options.schedule is not None:
-            self.options.schedule.setup(seed, clients)
-            if self._fitting and not self.data.redivides:
-                trained, data = self.options.samples_trained, self.data
-                samples = ((k, trained(data.size(k, "train"), data.batch_size)) for k in range(data.num_clients))
-                self.options.schedule.check_timeout(samples, data.client_label)
+        for stage in self.stages:
+            stage.begin(self)
         self._keep_storable()
 
     def keep_models(self, stored: Callable[[Any], Any]) -> None:
@@ -533,11 +518,12 @@ class Federation(LightningModule):
             (self.aggregator, self.aggregator.name),
             (self.options.cohort, "trainer.cohort"),
         ]
-        if self.options.schedule is not None:
-            owners.append((self.options.schedule, "trainer.schedule"))
         for owner, name in owners:
             if not is_storable(owner.state):
                 owner.state = storable(owner.state, f"{name}.state")
+        for stage in self.options.stages.values():
+            if not is_storable(state := stage.state_dict()):
+                stage.load_state_dict(storable(state, f"{stage.setting}.state"))
 
     def job(
         self, client: int, evaluate: tuple[Split, ...] = (), received: tuple[ClientState, Message] | None = None
@@ -604,7 +590,7 @@ class Federation(LightningModule):
         self.options.cohort.sizes = self.sizes(range(clients), "train")
         # cohorts count a share of all clients, which a resumed run compares
         rounds = rounds_of(self.options, self.trainer, clients, self.aggregator)
-        self.settings = settings_of(self._architectures, self.aggregator, self.data, rounds)
+        self.settings = settings_of(self.client_modules, self.aggregator, self.data, rounds)
         self.trained["settings"] = self.settings
 
     def welcome(self, client: int, update: Message | None = None) -> Message:
@@ -676,7 +662,7 @@ class Federation(LightningModule):
         there = [client for client in clients if client not in away]
         size = min(self.options.cohort_size(len(clients)), len(there))
         if self._drawn[0] != self.round:
-            self._selection_bytes = [0, 0]
+            self.further_bytes = [0, 0]
         plan = self._plan(clients, there, size)
         cohort, arrived = plan.cohort, sorted(plan.arrived)
         choosing = time.perf_counter() - start
@@ -715,20 +701,14 @@ class Federation(LightningModule):
                             handed = {"weights": outcome.update["weights"]}
                     outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
-        if (private := self.options.example_privacy) is not None:
-            self._spend(cohort, outcomes)
-            # Stop before the server sees an update that would exceed the privacy budget.
-            private.check_spent(self.spent, self.sizes(self.spent, "train"), self.round)
-        if self.options.local_privacy is not None:
-            self._spend_locally(cohort)
-        sums: dict[str, Any] = {}
-        if self.options.secure_sum is not None and cohort:
-            outcomes, sums = self._summed(outcomes, cohort, self.options.secure_sum)
+        for stage in self._with("spend"):
+            stage.spend(self, cohort, outcomes)
+        for stage in self._with("collect") if cohort else ():
+            outcomes = stage.collect(self, cohort, outcomes)
         absent = sorted(away | set(cohort) - outcomes.keys())
         if self._tells_absent:
             self.metrics["absent"] = " ".join(map(str, absent))
         taken = self._taken(outcomes, len(arrived), len(absent))
-        self.metrics |= sums | {"bytes/down": self.metrics["bytes/down"] + sums.get("bytes/down", 0)}
         self.evaluations.keep_initial(clients, taken)
         self._aggregate(taken, plan)
         self.round += 1
@@ -750,7 +730,7 @@ class Federation(LightningModule):
         # whoever looks at single updates needs all of them; and where clients may miss, the mean of those that answer
         # has the bits of a round without the others, which a sum that expects all can't give
         may_miss = any(engine.may_miss_clients for engine in self.engines)
-        if may_miss or self.options.secure_sum is not None or self._listeners("on_aggregate_start"):
+        if may_miss or self._with("collect") or self._listeners("on_aggregate_start"):
             return None
         return Arrivals(self.aggregator, lambda: self.sizes(clients, "train"), lambda: self._shared_now)
 
@@ -767,56 +747,40 @@ class Federation(LightningModule):
         """
         now = self.aggregator.global_model()
         changed = any_changed(
-            self._architectures, self.initial, self._shared, now, updates, self.clients, self.architecture_of
+            self.client_modules, self.initial, self._shared, now, updates, self.clients, self.architecture_of
         )
-        self._first_rounds.warn(self.options.schedule, self.options.min_clients, changed)
+        without = [reason for stage in self.stages for reason in stage.without_updates()]
+        self._first_rounds.warn(without, self.options.min_clients, changed)
 
     def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
-        """Return a client's outcome with the update that leaves the client: compressed, or noised."""
-        module = self._architectures[self.architecture_of(outcome.client)]
-        if (local := self.options.local_privacy) is not None:
-            return noised(outcome, job, module, local)
-        return cast(Compression, self.options.compression).applied(outcome, job, module)
+        """Return a client's outcome with the update that leaves the client, such as a compressed one."""
+        module = self.client_modules[self.architecture_of(outcome.client)]
+        for stage in self._with("upload"):
+            outcome = stage.upload(outcome, job, module)
+        return outcome
 
     @property
     def _tells_absent(self) -> bool:
         """True if rounds may lack clients of their cohort, so that the record names these."""
-        return self.data.at_sites or self.options.schedule is not None
+        return self.data.at_sites or bool(self._with("plan"))
 
     def _plan(self, clients: Sequence[int], there: Sequence[int], size: int) -> Plan:
-        """Return the course of the round: without a schedule, the updates of the whole cohort arrive.
+        """Return the course of the round: unless a stage has another plan, the updates of the whole cohort arrive.
 
         Args:
             clients: ids of all clients.
             there: ids of the clients within reach.
             size: the number of clients to choose.
         """
-        if (schedule := self.options.schedule) is None:
-            if self._drawn[0] == self.round:
-                cohort = self._drawn[1]
-            else:
-                # One client stands for all where one trains on all samples.
-                cohort = list(clients[:1]) if self.client.pools else self._cohort(there, size)
-            return Plan(cohort, cohort, 0.0, {}, {}, {})
-        copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def samples(client: int) -> int:
-            return self.options.samples_trained(self.data.size(client, "train"), self.data.batch_size)
-
-        def send(client: int) -> dict[str, Any]:
-            job = self.job(client)
-            self._selection_bytes[0] += num_bytes(job.travelling)
-            # Copies, as servers may change their tensors in place; one of each tensor for all clients that start in
-            # the round.
-            payload = tree_map(lambda t: copies.setdefault(id(t), (t, t.detach().clone()))[1], job.payload)
-            return {"payload": payload, "lr_factor": self.lr_factor}
-
-        plan = schedule.plan(Turn(self.round, there, size, self._cohort, samples, send))
-        if not plan.sent:
-            # Payloads of updates that don't arrive have travelled, too.
-            absent = sorted(set(plan.cohort).difference(plan.arrived))
-            self._selection_bytes[0] += sum(num_bytes(self.job(client).travelling) for client in absent)
-        return plan
+        for stage in self._with("plan"):
+            if (plan := stage.plan(self, there, size)) is not None:
+                return plan
+        if self._drawn[0] == self.round:
+            cohort = self._drawn[1]
+        else:
+            # One client stands for all where one trains on all samples.
+            cohort = list(clients[:1]) if self.client.pools else self.cohort(there, size)
+        return Plan(cohort, cohort)
 
     def _by_start(self, arrived: list[int], plan: Plan) -> list[list[int]]:
         """Return the clients to train in groups with the same round of their start, as engines expect it.
@@ -839,15 +803,15 @@ class Federation(LightningModule):
             away: ids of the clients out of reach.
         """
         clients = range(self.data.num_clients)
-        self._selection_bytes = [0, 0]
+        self.further_bytes = [0, 0]
         there = [client for client in clients if client not in away]
-        cohort = self._cohort(there, min(self.options.cohort_size(len(clients)), len(there)))
+        cohort = self.cohort(there, min(self.options.cohort_size(len(clients)), len(there)))
         if self.aggregator.turns(cohort, self.round) is not None:
             return {}
         self._drawn = self.round, cohort
         return {client: self.job(client, self.options.splits_after) for client in cohort}
 
-    def _cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
+    def cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the sorted client ids of the round's cohort.
 
         Where a guarantee counts on secret cohorts, they come from the operating system, and else from the run's seed.
@@ -861,7 +825,7 @@ class Federation(LightningModule):
             MisconfigurationException: if the selection returns an id twice or an unknown id.
         """
         stream: random.Random = random.SystemRandom()
-        if not (secret := (private := self.aggregator.find(DPAverage)) is not None and private.hides_cohorts):
+        if not (secret := self.aggregator.hides_cohorts):
             # The stream depends on seed and round alone, so that a resumed run draws the same cohorts.
             key = (self.round, draw) if draw else (self.round,)
             stream = random.Random(derive_seed(cast(int, self.seed), "cohort", *key))
@@ -880,24 +844,22 @@ class Federation(LightningModule):
         """Return the training losses of the received models, by client id.
 
         Raises:
-            MisconfigurationException: under ``trainer.example_privacy``, which doesn't cover them.
+            MisconfigurationException: under a guarantee of privacy that doesn't cover them.
         """
-        if self.options.example_privacy is not None:
-            raise MisconfigurationException(
-                f"trainer.cohort={type(self.options.cohort).__name__} asks clients for losses of their training "
-                "samples, which trainer.example_privacy doesn't cover; take Uniform, Poisson or Availability."
-            )
+        asks = {"asks": "asks clients for losses of their training samples"}
+        asking = Part(f"trainer.cohort={type(self.options.cohort).__name__}", asks)
+        refuse_pairs([asking, *self.options.stages.values()])
 
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             job = self.job(client, splits)
-            self._selection_bytes[0] += num_bytes(job.travelling)
+            self.further_bytes[0] += num_bytes(job.travelling)
             return job
 
         measured = self.evaluations.measure(clients, ("train",), job_of)
         # For a method that trains before evaluation, the received model's own loss is under "train_received".
         received = {client: metrics.get("train_received", metrics.get("train")) for client, metrics in measured.items()}
         losses = {client: values["loss"] for client, values in received.items() if values is not None}
-        self._selection_bytes[1] += NUMBER_BYTES * len(losses)
+        self.further_bytes[1] += NUMBER_BYTES * len(losses)
         # NaN has no place in an order; such clients count as silent.
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
@@ -914,38 +876,8 @@ class Federation(LightningModule):
             values = outcome.metrics | {"seconds": took.get(client, outcome.seconds)}
             # Only finite numbers, whatever a site may report.
             told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
-            self._selection_bytes[1] += NUMBER_BYTES * len(told[client])
+            self.further_bytes[1] += NUMBER_BYTES * len(told[client])
         self.options.cohort.remember(told, self.round)
-
-    def _spend(self, cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False) -> None:
-        """Count the private steps of a round, of each client as often as the engine asked for them.
-
-        Args:
-            cohort: the clients of the round.
-            outcomes: of the clients that answered; of others nobody knows how far they came, so that all counts.
-            lost: whether another process made the round, of which this engine knows nothing.
-        """
-        for engine, own in self.engines_of(cohort):
-            for client in own:
-                told = outcomes[client].releases if client in outcomes else ()
-                once = told or releases_of(engine.work, engine.module.local_phases(), self.data.size(client, "train"))
-                times = 1 if lost else engine.times_asked(client)
-                made = [release._replace(steps=times * release.steps) for release in once]
-                if made:
-                    self.spent[client] = composed(self.spent.get(client, []), made)
-
-    def _spend_locally(self, cohort: Sequence[int], lost: bool = False) -> None:
-        """Count the noised update of each client of a round, as often as it was asked for.
-
-        Args:
-            cohort: the clients of the round.
-            lost: whether another process made the round, of which this engine knows nothing.
-        """
-        each = cast(LocalPrivacy, self.options.local_privacy).round_epsilon
-        for engine, own in self.engines_of(cohort):
-            for client in own:
-                times = 1 if lost else engine.times_asked(client)
-                self.local_epsilon[client] = self.local_epsilon.get(client, 0.0) + times * each
 
     def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds that the checkpoint lacks, but whose models others may have seen.
@@ -954,33 +886,13 @@ class Federation(LightningModule):
             cohorts: the clients of each of these rounds.
         """
         self.aggregator.count_lost(len(cohorts))
-        if self.options.example_privacy is not None and self.options.example_privacy.is_secure:
-            for cohort in cohorts:
-                self._spend(cohort, {}, lost=True)
-        if self.options.local_privacy is not None and self.options.local_privacy.is_secure:
-            for cohort in cohorts:
-                self._spend_locally(cohort, lost=True)
+        for stage in self.stages:
+            stage.count_lost(self, cohorts)
 
     @property
-    def _deployed(self) -> bool:
-        """True if clients are at sites, which an engine serves that neither a name nor a class describes."""
-        return not isinstance(self.options.engine, (str, type))
-
-    def _summed(
-        self, outcomes: dict[int, Outcome], cohort: list[int], settings: SecureSum
-    ) -> tuple[dict[int, Outcome], dict[str, Any]]:
-        """Return the outcomes with sums in place of updates, as the server learns these alone, and a record."""
-        if (sums := self.engines[0].sums) is not None:
-            return outcomes, sums
-        private = self.aggregator.find(DPAverage)
-        noise = None if private is None else private.noise_share(self._deployed)
-
-        def draw(client: int, count: int) -> Tensor:
-            return drawn_share(cast(NoiseShare, noise), count, self.job(client).seed)
-
-        sizes, weighted = self.sizes(cohort, "train"), "num_samples" in self.aggregator.needs
-        received = self.aggregator.download(cohort[0])
-        return summed(outcomes, settings, sizes, weighted, received, noise, draw, self.round + 1)
+    def is_deployed(self) -> bool:
+        """Whether clients are at sites."""
+        return self.options.is_deployed
 
     def _jobs(self, clients: list[int], handed: Message, sent_before: Mapping[int, Mapping[str, Any]]) -> Iterator[Job]:
         """Yield the job of each client of a cohort, and count the bytes sent.
@@ -991,10 +903,9 @@ class Federation(LightningModule):
             sent_before: records of payloads that are counted already, by client id, as in `Plan.sent`.
         """
         listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
-        pools = self.client.pools
+        pools, senders = self.client.pools, self._with("send")
         # sites do so themselves
-        changes = self.options.compression is not None or self.options.local_privacy is not None
-        changes = changes and not self.data.at_sites
+        changes = bool(self._with("upload")) and not self.data.at_sites
         known: dict[str, Any] | None = None
         size = 0
         for client in clients:
@@ -1008,6 +919,8 @@ class Federation(LightningModule):
                 job = job._replace(payload=job.payload | handed)
             if pools:
                 job = job._replace(data=self.data.pooled(client))
+            for stage in senders:
+                job = stage.send(self, job)
             sent = job.travelling
             # Most methods send every client the same tensors; check and measure them once.
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
@@ -1036,8 +949,7 @@ class Federation(LightningModule):
         round = self.round + 1
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
         # the clients.
-        private = bool(self.aggregator.guarantee)
-        ends = not private and self.options.example_privacy is None and self.options.local_privacy is None
+        private, ends = bool(self.aggregator.guarantee), not self.publishable
         shared = self._shared_now
         method, label = type(self.client).__name__, self.data.client_label
         taken, diverged = accepted(outcomes, self.aggregator, method, shared, round, expected if ends else 0, label)
@@ -1072,23 +984,14 @@ class Federation(LightningModule):
     def _aggregate(self, taken: dict[int, Outcome], plan: Plan) -> None:
         """Aggregate the updates, and commit the new client states."""
         updates = {client: outcome.update for client, outcome in taken.items()}
-        if self.options.compression is not None:
-            # servers may keep weights in their state, where checkpoints take no class of ours
-            updates = {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
-        if self.options.schedule is not None:
-            stale = {client: self.round - plan.sent[client]["round"] if plan.sent else 0 for client in taken}
-            if any(part.reads_arrivals for part in parts_of(self.aggregator)):
-                updates = self._with_arrivals(updates, plan, stale)
-            self.metrics[SIMULATED] = plan.seconds
-            if plan.sent and stale:
-                self.metrics["staleness"] = sum(stale.values()) / len(stale)
+        for stage in self._with("deliver"):
+            updates = stage.deliver(self, plan, updates)
         self.call("on_aggregate_start", updates)
         start, splits_after = time.perf_counter(), self.options.splits_after
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
         self._remembered.check("download or global_model")
         logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
-        private = self.aggregator.find(DPAverage)
-        if self.trainer.world_size > 1 and private is not None and private.is_secure:
+        if self.trainer.world_size > 1 and self.aggregator.is_secure:
             # each rank has drawn noise of its own
             logs, self.aggregator.state = self.trainer.strategy.broadcast((logs, self.aggregator.state))
         if self._batch_norm:
@@ -1098,7 +1001,7 @@ class Federation(LightningModule):
         # Client states change only here, after aggregation, so that an interrupted round leaves no client half-updated.
         for client, outcome in taken.items():
             state = outcome.state
-            if self.options.example_privacy is not None and not is_finite(state.personal):
+            if self.publishable and not is_finite(state.personal):
                 # The update still counts: leaving it out would reveal something about the samples without noise.
                 rank_zero_warn(
                     f"round {self.round + 1}: what stays with client {self.data.client_label(client)} became NaN or "
@@ -1110,10 +1013,10 @@ class Federation(LightningModule):
             if splits_after:
                 self.evaluations.after[client] = outcome.after
         self._remember(taken, plan.took)
-        if self.options.schedule is not None:
-            self.options.schedule.state = plan.state
+        for stage in self.stages:
+            stage.end(self)
         self._keep_storable()
-        sent, told = self._selection_bytes
+        sent, told = self.further_bytes
         self.metrics["bytes/down"] += sent
         self.metrics["bytes/up"] += told
         self.metrics["time/aggregate"] = time.perf_counter() - start
@@ -1121,53 +1024,25 @@ class Federation(LightningModule):
         self.metrics |= {f"privacy/{name}": value for name, value in self.privacy().items()}
         self.call("on_aggregate_end", logs)
 
-    def _with_arrivals(self, updates: Mapping[int, Message], plan: Plan, stale: Mapping[int, int]) -> Updates:
-        """Return updates with the entry ``arrival``; see `Aggregator.reads_arrivals`.
-
-        Args:
-            updates: the updates by client id.
-            plan: the round's course.
-            stale: the updates' staleness, by client id.
-        """
-        places = {client: place for place, client in enumerate(plan.arrived)}
-        added: Updates = {}
-        for client, update in updates.items():
-            payload = plan.sent[client]["payload"] if plan.sent else self.aggregator.download(client)
-            counts = {"place": torch.tensor(places[client]), "staleness": torch.tensor(stale[client])}
-            added[client] = {**update, "arrival": counts | {"weights": payload.get("weights", {})}}
-        return added
-
     def privacy(self, final: bool = False) -> dict[str, Any]:
         """Return the privacy guarantee of the rounds so far, by the aggregator or DP-SGD; empty without one.
 
         Args:
             final: whether to add the tighter bound, which takes longer to compute.
         """
-        if (private := self.options.example_privacy) is not None:
-            return private.statement(self.spent, self.sizes(self.spent, "train"))
-        if (local := self.options.local_privacy) is not None:
-            return local.statement(self.local_epsilon)
         statement = self.aggregator.privacy(final)
-        if statement and (summed := self.options.secure_sum) is not None:
-            statement["assumes"] = (
-                f"in each round, {summed.honest:.3g} of the clients stay until its end and tell nobody their noise"
-            )
+        for stage in self.stages:
+            statement = stage.statement(self, statement)
         return statement
 
     @property
     def publishable(self) -> tuple[str, ...]:
         """Name patterns of the record's columns under the privacy guarantee; empty without a guarantee."""
-        options = self.options
-        by_clients = options.example_privacy is not None or options.local_privacy is not None
-        return PUBLISHABLE if by_clients else self.aggregator.publishable
+        return next((stage.publishable for stage in self.stages if stage.publishable), self.aggregator.publishable)
 
     def privacy_of(self, client: int) -> dict[str, float]:
-        """Return a client's ``epsilon``, by DP-SGD or by the client's own noise; empty without either."""
-        if self.options.local_privacy is not None:
-            return {"epsilon": self.local_epsilon.get(client, 0.0)}
-        if (private := self.options.example_privacy) is None:
-            return {}
-        return {"epsilon": private.epsilon_of(self.spent.get(client, []), self.data.size(client, "train"))}
+        """Return a client's ``epsilon``, where the guarantee is of each client by itself."""
+        return {name: value for stage in self.stages for name, value in stage.of_client(self, client).items()}
 
     # Evaluation
 
@@ -1177,7 +1052,7 @@ class Federation(LightningModule):
 
     def on_validation_model_eval(self) -> None:
         """Set evaluation mode, after recording each submodule's mode for the engines."""
-        for module in self._architectures:
+        for module in self.client_modules:
             given_modes(module)
             module.eval()
 
@@ -1190,7 +1065,7 @@ class Federation(LightningModule):
 
     def release_modes(self) -> None:
         """Restore the modes of client modules as given by the user; submodules frozen by ``eval()`` stay frozen."""
-        for module in self._architectures:
+        for module in self.client_modules:
             release(module)
 
     def validation_step(self, clients: list[int], batch_idx: int) -> None:
@@ -1207,7 +1082,7 @@ class Federation(LightningModule):
             clients: ids of all clients.
             splits: the splits to evaluate on.
         """
-        if self._fitting:
+        if self.is_fitting:
             seed = derive_seed(cast(int, self.seed), "evaluate", self.round)
             clients = self.evaluations.sample(clients, splits, seed)
         self.evaluations.evaluate(clients, splits)
@@ -1268,7 +1143,7 @@ class Federation(LightningModule):
                 "checkpoint, in one process."
             )
         index = kept["architecture"] if kept else self.architecture_of(cast(int, client))
-        engine = Sequential(self._architectures[index], self.options.work(data), self.trainer.precision_plugin)
+        engine = Sequential(self.client_modules[index], self.options.work(data), self.trainer.precision_plugin)
         if kept:
             return kept_recipe(engine, kept, self._samples(client))
         if client >= data.num_clients:  # type: ignore[operator]
@@ -1314,7 +1189,7 @@ class Federation(LightningModule):
         if "val" not in self.evaluations.results:
             # ModelCheckpoint needs its metric in every round, also when no client could be evaluated.
             summary[f"val/{self.monitor.metric}"] = math.nan
-        elif self._fitting:
+        elif self.is_fitting:
             self._check_monitor(summary)
         self._end_evaluation(summary)
 
@@ -1354,7 +1229,7 @@ class Federation(LightningModule):
 
     def _end_evaluation(self, summary: dict[str, float]) -> None:
         """Add the server's model, the time and the summary to the row, and log the summary."""
-        if self._fitting:
+        if self.is_fitting:
             if self.options.test_every_round:
                 summary |= self.test_global()
             summary |= self.evaluations.margins(range(self.data.num_clients))
@@ -1407,7 +1282,7 @@ class Federation(LightningModule):
         # here.
         for name, value in summary.items():
             shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
-            bar, logger = shown and self._fitting, not self._fitting
+            bar, logger = shown and self.is_fitting, not self.is_fitting
             self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
 
     # Checkpoints
@@ -1433,13 +1308,13 @@ class Federation(LightningModule):
     @property
     def _saves_common(self) -> bool:
         """Whether checkpoints hold frozen weights, which they can't if these are quantised."""
-        common = [module.common_names - loadable(module).keys() for module in self._architectures]
+        common = [module.common_names - loadable(module).keys() for module in self.client_modules]
         return self.options.checkpoint_common and not any(common)
 
     @cached_property
     def _base(self) -> list[str]:
         """Fingerprints of the architectures' frozen weights, which never change."""
-        return [base_digest(module, common_parameters(module).keys()) for module in self._architectures]
+        return [base_digest(module, common_parameters(module).keys()) for module in self.client_modules]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a global model into the client module.
@@ -1472,13 +1347,11 @@ class Federation(LightningModule):
             "initial": self.initial,
             "start": self.start,
             # The first architecture's common parameters are part of the global model already.
-            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self._architectures) if k and whole},
+            "common": {k: detached(common_parameters(m)) for k, m in enumerate(self.client_modules) if k and whole},
             **({} if whole else {"base": self._base}),
             "aggregator": self.aggregator.state,
-            "spent": {client: list(map(list, releases)) for client, releases in sorted(self.spent.items())},
-            "local_epsilon": dict(sorted(self.local_epsilon.items())),
             "cohort": self.options.cohort.state,
-            **({} if self.options.schedule is None else {"schedule": self.options.schedule.state}),
+            "stages": {name: kept for name, stage in self.options.stages.items() if (kept := stage.state_dict())},
             "clients": saved_states(self._all_states()),
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
@@ -1531,16 +1404,15 @@ class Federation(LightningModule):
         self.round, self.lr_factor = state["round"], state["lr_factor"]
         self.seed, self.initial, self.start = state["seed"], state["initial"], state["start"]
         self.aggregator.state = state["aggregator"]
-        self.spent = {k: [Release(*each) for each in releases] for k, releases in state.get("spent", {}).items()}
-        self.local_epsilon = dict(state.get("local_epsilon", {}))
         self.options.cohort.setup(sizes)
-        # Merged, as a changed selection or an earlier version's checkpoint may lack entries; those keep their initial
-        # values.
-        self.options.cohort.state |= state.get("cohort", {})
-        if self.options.schedule is not None:
-            self.options.schedule.state |= state.get("schedule", {})
+        # Merged, as a changed selection may lack entries; those keep their initial values.
+        self.options.cohort.state |= state["cohort"]
+        for name, stage in self.options.stages.items():
+            # a stage that the run began without begins here
+            if name in state["stages"]:
+                stage.load_state_dict(state["stages"][name])
         for architecture, entries in state.get("common", {}).items():
-            self._architectures[architecture].assign(entries)
+            self.client_modules[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -1564,7 +1436,7 @@ class Federation(LightningModule):
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
         check_same(checkpoint["federation"], self.method)
-        for architecture, module in enumerate(self._architectures):
+        for architecture, module in enumerate(self.client_modules):
             complete(module, checkpoint, architecture)
         # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
         fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing") or {}
@@ -1572,13 +1444,13 @@ class Federation(LightningModule):
         if self.options.client_states == "disk":
             # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
             # still refers to it; so these small entries are copied.
-            small = ("initial", "start", "aggregator", "schedule", "rows")
+            small = ("initial", "start", "aggregator", "stages", "rows")
             state = state | deepcopy({name: state[name] for name in small if name in state})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
-        if not self._fitting and (path := self.trainer.ckpt_path):
+        if not self.is_fitting and (path := self.trainer.ckpt_path):
             self.joined = dict(joined_models(path, state))
-        if self._fitting:
+        if self.is_fitting:
             then, now = preprocessing_of(fitted, self.data)
             check_rounds(self.round, self.trainer.max_epochs)
             # Fails for another net even with resume_changed=true: no run could continue with different weights.

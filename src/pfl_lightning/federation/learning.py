@@ -10,7 +10,6 @@ from torch import Tensor
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.engines import ClientState
 from pfl_lightning.messages import StateDict, Updates
-from pfl_lightning.selection.schedule import Schedule
 
 ROUNDING = 1e-6
 """Change of a number, as a part of it, that may be the rounding of a mean of equal numbers."""
@@ -41,17 +40,17 @@ class FirstRounds:
         self.rows.append({name: row.get(name) for name in ("clients", "cohort", "lr", "local/steps", "train/loss")})
         return len(self.rows) == ROUNDS
 
-    def warn(self, schedule: Schedule | None, min_clients: int, changed: bool) -> None:
+    def warn(self, without: list[str], min_clients: int, changed: bool) -> None:
         """Warn if nothing was learned, with the reason as far as it is known.
 
         Args:
-            schedule: the setting ``trainer.schedule``.
+            without: settings that may keep all updates from coming, with their values.
             min_clients: the setting ``trainer.min_clients``.
             changed: whether a trained parameter changed.
         """
         # from the outside in: without updates nothing else can be known
         if not any(row["clients"] for row in self.rows):
-            reason = self._without_update(schedule, min_clients)
+            reason = self._without_update(without, min_clients)
         elif all(row["train/loss"] == 0 for row in self.rows):
             reason = "train/loss was 0 in each of them; look at the targets, and at the loss of the client module"
         elif not changed:
@@ -60,14 +59,11 @@ class FirstRounds:
             return
         rank_zero_warn(f"rounds 1 to {ROUNDS}: nothing was learned, as {reason}.")
 
-    def _without_update(self, schedule: Schedule | None, min_clients: int) -> str:
+    def _without_update(self, without: list[str], min_clients: int) -> str:
         """Return why no update came, as far as that is known."""
         if not any(row["cohort"] for row in self.rows):
             return "trainer.cohort chose no client"
-        reasons = [f"trainer.min_clients={min_clients}"] if min_clients > 1 else []
-        if schedule is not None:
-            settings = {"timeout": schedule.timeout, "dropout": schedule.dropout or None}
-            reasons += [f"trainer.schedule.{name}={value}" for name, value in settings.items() if value is not None]
+        reasons = [*([f"trainer.min_clients={min_clients}"] if min_clients > 1 else []), *without]
         return "no client's update counted" + (f"; look at {' and '.join(reasons)}" if reasons else "")
 
     def _still(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -12,20 +12,31 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.client.common import personal_entries
 from pfl_lightning.client.module import ClientModule
-from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.batches import Limit
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
-from pfl_lightning.engines.examples import calibrated
+from pfl_lightning.federation.stages import Declares, Part, Stage, refuse_pairs
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
-from pfl_lightning.selection import Asynchronous, Poisson, Sampling, Schedule, Selection, Uniform
+from pfl_lightning.selection import Poisson, Sampling, Selection, Uniform
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
+if TYPE_CHECKING:
+    from pfl_lightning.compression import Compression
+    from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
+    from pfl_lightning.schedules import Schedule
+
+STAGES = {
+    "schedule": "Asynchronous() of pfl_lightning.schedules",
+    "example_privacy": "DPSGD(noise_multiplier=1) of pfl_lightning.privacy",
+    "local_privacy": "PrivUnit(round_epsilon=8) of pfl_lightning.privacy",
+    "compression": "TopK(0.01) of pfl_lightning.compression",
+    "secure_sum": "SecureSum() of pfl_lightning.privacy",
+}
+"""Settings that add a stage to rounds, in the order of their calls, with an example of each."""
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "rank", "auto"]
 """Storage of clients' states between rounds: main memory, training device, files, the memory of the rank that trains
 the client, or the device if a GPU has room."""
@@ -62,14 +73,14 @@ class FederationOptions:
     monitor: str | None = None
     min_clients: int = 1
     cohort: Selection = field(default_factory=Uniform)
-    example_privacy: DPSGD | None = None
-    compression: Compression | None = None
-    secure_sum: SecureSum | None = None
+    example_privacy: "DPSGD | None" = None
+    compression: "Compression | None" = None
+    secure_sum: "SecureSum | None" = None
     accumulate: int = 1
     limit: Limit = 1.0
     checkpoint_common: bool = True
-    schedule: Schedule | None = None
-    local_privacy: LocalPrivacy | None = None
+    schedule: "Schedule | None" = None
+    local_privacy: "LocalPrivacy | None" = None
 
     def __post_init__(self) -> None:
         for name in ("clients_per_round", "evaluate_clients"):
@@ -84,20 +95,21 @@ class FederationOptions:
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
                 "exclude each other; give one of them."
             )
-        if self.steps_continue:
-            self._check_continued()
-        if self.schedule is not None:
-            self._check_schedule(self.schedule)
+        if self.steps_continue and self.local_steps is None:
+            raise MisconfigurationException(
+                "trainer.steps_continue=true goes on within an epoch, and without trainer.local_steps rounds are whole "
+                "epochs; give trainer.local_steps, or leave it out."
+            )
         if not isinstance(self.cohort, Selection):
             raise MisconfigurationException(
                 f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
                 "such as Uniform()."
             )
-        if self.compression is not None and not isinstance(self.compression, Compression):
-            raise MisconfigurationException(
-                f"trainer.compression={self.compression!r} compresses nothing; give an instance of a class of "
-                "pfl_lightning.compression, such as TopK(0.01)."
-            )
+        for name, example in STAGES.items():
+            if (stage := getattr(self, name)) is not None and not isinstance(stage, Stage):
+                raise MisconfigurationException(
+                    f"trainer.{name}={stage!r} is none; give an instance, such as {example}."
+                )
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             if (value := getattr(self, name)) is not None and not is_count(value):
                 whole = "" if isinstance(value, int) else ", as an integer"
@@ -131,10 +143,9 @@ class FederationOptions:
                 f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
                 "of one; take engine='vectorised' or 'auto'."
             )
-        if self.example_privacy is not None:
-            self._check_private()
-        if self.local_privacy is not None:
-            self._check_local(self.local_privacy)
+        for stage in self.stages.values():
+            stage.check_options(self)
+        refuse_pairs(self.parts)
         check_choices(
             "trainer",
             evaluate=(self.evaluate, ("before", "after", "both")),
@@ -142,99 +153,37 @@ class FederationOptions:
             client_states=(self.client_states, get_args(ClientStates)),
         )
 
-    def _check_continued(self) -> None:
-        """Refuse ``trainer.steps_continue`` without steps, or where batches are drawn otherwise."""
-        if self.local_steps is None:
-            raise MisconfigurationException(
-                "trainer.steps_continue=true goes on within an epoch, and without trainer.local_steps rounds are whole "
-                "epochs; give trainer.local_steps, or leave it out."
-            )
-        if self.example_privacy is not None or not isinstance(self.engine, (str, type)):
-            other = "sites of a deployment" if self.example_privacy is None else "trainer.example_privacy"
-            raise MisconfigurationException(
-                f"trainer.steps_continue=true needs each client's orders of samples, which {other} draw anew in each "
-                "round; leave it out."
-            )
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """The stages of a round that settings add, by the setting's name, in the order of their calls."""
+        found = {name: getattr(self, name) for name in STAGES}
+        return {name: stage for name, stage in found.items() if stage is not None}
 
-    def _check_schedule(self, schedule: Schedule) -> None:
-        """Refuse ``trainer.schedule`` at sites, beside a guarantee of privacy, and with cohorts of no fixed size."""
-        if not isinstance(schedule, Schedule):
-            raise MisconfigurationException(
-                f"trainer.schedule={schedule!r} is no schedule; give an instance of Synchronous or Asynchronous of "
-                "pfl_lightning.selection."
-            )
-        name = f"trainer.schedule={type(schedule).__name__}"
-        if not isinstance(self.engine, (str, type)):
-            raise MisconfigurationException(
-                f"{name} simulates a clock, and sites of a deployment have the real one; leave it out, and set the "
-                "app's min-results, grace, timeout and late-rounds."
-            )
-        for setting in ("example_privacy", "local_privacy", "secure_sum"):
-            if getattr(self, setting) is not None:
-                raise MisconfigurationException(
-                    f"{name} leaves updates out by the clients' numbers of samples, which trainer.{setting} doesn't "
-                    "cover; leave one of the two out."
-                )
-        if isinstance(schedule, Asynchronous) and isinstance(self.cohort, Poisson):
-            raise MisconfigurationException(
-                f"{name} keeps a fixed number of clients at work, and trainer.cohort=Poisson draws any number; take "
-                "Uniform or another choice."
-            )
+    @property
+    def is_deployed(self) -> bool:
+        """Whether clients are at sites, which an engine serves that neither a name nor a class describes."""
+        return not isinstance(self.engine, (str, type))
 
-    def _check_private(self) -> None:
-        """Refuse settings in conflict with the bounds of ``trainer.example_privacy``."""
-        if self.clip:
-            raise MisconfigurationException(
-                f"trainer.gradient_clip_val={self.clip} clips what trainer.example_privacy has bounded already; leave "
-                "it out, and set example_privacy.clip."
-            )
-        if self.accumulate > 1 or self.limit != 1 or is_count(self.limit):
-            name, value = ("limit_train_batches", self.limit)
-            if self.accumulate > 1:
-                name, value = "accumulate_grad_batches", self.accumulate
-            raise MisconfigurationException(
-                f"trainer.{name}={value} counts batches of an epoch, and trainer.example_privacy draws each batch anew "
-                "from all samples; leave it out, and set data.batch_size and trainer.local_steps."
-            )
-        if self.compile:
-            raise MisconfigurationException(
-                "trainer.compile=true compiles steps of whole batches, and trainer.example_privacy takes them by "
-                "samples; leave it out."
-            )
-        if not isinstance(self.engine, (str, type)):
-            cast(DPSGD, self.example_privacy).deployed()
-
-    def _check_local(self, local: LocalPrivacy) -> None:
-        """Refuse settings beside ``trainer.local_privacy`` that have no meaning with it, or another guarantee."""
-        if not isinstance(local, LocalPrivacy):
-            raise MisconfigurationException(
-                f"trainer.local_privacy={local!r} noises nothing; give an instance of PrivUnit or Laplace of "
-                "pfl_lightning.privacy, such as PrivUnit(round_epsilon=8)."
-            )
-        others = {
-            "example_privacy": "guarantees privacy of samples, and there is no one epsilon for both units",
-            "secure_sum": "hides updates that are noised by then, and the sum of so much noise needs no mask",
-            "compression": "sends the largest parts of a change, which are noise by then",
-        }
-        for name, reason in others.items():
-            if getattr(self, name) is not None:
-                raise MisconfigurationException(
-                    f"trainer.{name} {reason}; leave it out beside trainer.local_privacy={type(local).__name__}."
-                )
-        if not isinstance(self.engine, (str, type)):
-            local.deployed()
-
-    def _check_precision(self, precision: str) -> None:
-        """Refuse precisions in which per-sample bounds or noise would not hold."""
-        # Checked when engines are made, since the Trainer knows its precision only then.
-        if precision in ("32-true", "64-true", "bf16-mixed"):
-            return
-        reason = (
-            "scales losses of whole batches, and trainer.example_privacy takes them by samples"
-            if precision == "16-mixed"
-            else "doesn't keep weights in single precision, which trainer.example_privacy needs for bounds and noise"
-        )
-        raise MisconfigurationException(f"trainer.precision={precision} {reason}; take 32-true, bf16-mixed or 64-true.")
+    @property
+    def parts(self) -> list[Declares]:
+        """All settings with effects on rounds, or against those of others."""
+        cohort, name = self.cohort, f"trainer.cohort={type(self.cohort).__name__}"
+        parts: list[Declares] = [*self.stages.values()]
+        if cohort.asks:
+            asked = " and ".join(sorted(cohort.asks))
+            parts.append(Part(name, {"asks": f"asks clients for {asked} of their training"}))
+        if isinstance(cohort, Poisson):
+            parts.append(Part(name, {"any number": "draws any number of clients"}))
+        if self.steps_continue:
+            reason = "needs each client's orders of samples, which begin anew there in each round; leave it out"
+            continued = {"continues": "goes on within an epoch of each client's own order"}
+            parts.append(Part("trainer.steps_continue=true", continued, {"sites": reason}))
+        if self.evaluate != "before":
+            after = {"after": "shows each client's model after its own training"}
+            parts.append(Part(f"trainer.evaluate={self.evaluate}", after))
+        if self.is_deployed:
+            parts.append(Part("the deployment", {"sites": "has clients at sites"}))
+        return parts
 
     def monitored(self, client: ClientModule) -> Monitor:
         """Return the metric for selecting the best round: ``trainer.monitor``, or else the task's.
@@ -278,7 +227,9 @@ class FederationOptions:
     def updates(self, num_clients: int) -> int:
         """Return the number of updates for which a round waits."""
         size = self.cohort_size(num_clients)
-        return size if self.schedule is None else self.schedule.updates(size)
+        for stage in self.stages.values():
+            size = stage.updates(size)
+        return size
 
     def samples_trained(self, size: int, batch_size: int) -> int:
         """Return the number of samples that a client's local training processes, each pass counted.
@@ -342,19 +293,11 @@ class FederationOptions:
         Raises:
             MisconfigurationException: if precision, privacy and the states' storage don't go together.
         """
-        precision, engine = trainer.precision_plugin, self.engine_class
-        if self.example_privacy is not None:
-            self._check_precision(precision.precision)
-            if self.example_privacy.is_secure and any(module.device.type == "mps" for module in modules):
-                raise MisconfigurationException(
-                    "trainer.example_privacy.noise=secure needs float64, which Apple's GPUs lack; take seeded, or "
-                    "trainer.accelerator=cpu."
-                )
-        sizes = (data.size(client, "train") for client in range(data.num_clients))
-        ranks = trainer.world_size
+        precision, engine, ranks = trainer.precision_plugin, self.engine_class, trainer.world_size
         stays = stay_on_device(self.client_states, modules, data.num_clients, ranks)
-        private = replace(self.work(data), example_privacy=self.example_privacy, keeps_on_device=stays)
-        work = calibrated(private, modules, sizes, trainer.max_epochs or 1)
+        work = replace(self.work(data), keeps_on_device=stays)
+        for stage in self.stages.values():
+            work = stage.work(work, modules, data, trainer)
         if isinstance(engine, type):
             engines = [engine(module, work, precision, self.workers, self.compile) for module in modules]
             say_who_loses(engines)
@@ -405,35 +348,14 @@ class FederationOptions:
                 "data.resident=false reads clients a batch at a time, and trainer.engine='vectorised' stacks all that "
                 "they have; take sequential or processes."
             )
-        if self.schedule is not None:
-            self.schedule.check(size, data.num_clients)
+        for stage in self.stages.values():
+            stage.check_size(size, data.num_clients)
+            stage.check_data(client, data)
         if self.min_clients > self.updates(data.num_clients):
             raise MisconfigurationException(
                 f"trainer.min_clients={self.min_clients} is more than the {self.updates(data.num_clients)} clients "
                 "that take part in a round; take at most that many."
             )
-        if self.secure_sum is not None and size < 2:
-            raise MisconfigurationException(
-                f"trainer.clients_per_round={self.clients_per_round} of data.num_clients={data.num_clients} is one "
-                "client, whose update would be the whole of trainer.secure_sum; take at least 2, or better more."
-            )
-        if self.example_privacy is not None:
-            self.example_privacy.check(data.size(k, "train") for k in range(data.num_clients))
-            if getattr(data, "packing", False):
-                raise MisconfigurationException(
-                    "data.packing=true puts several conversations into a sample, by the lengths of all of a client's, "
-                    "so that one more moves others to other samples; trainer.example_privacy needs data.packing=false."
-                )
-            if any(getattr(layer, "gradient_checkpointing", False) is True for layer in client.modules()):
-                raise MisconfigurationException(
-                    "trainer.example_privacy takes the gradient of each sample by itself, and model.net."
-                    "gradient_checkpointing=true computes layers again for a whole batch; take false."
-                )
-            if smallest_batch(client) > 1:
-                raise MisconfigurationException(
-                    f"trainer.example_privacy bounds what each sample does, and model.net={type(client.net).__name__} "
-                    "has BatchNorm, where samples meet; take a net with GroupNorm, or with none."
-                )
         if data.batch_size < smallest_batch(client):
             raise MisconfigurationException(
                 f"data.batch_size={data.batch_size} gives BatchNorm nothing to normalise over; take at least 2."

@@ -22,12 +22,10 @@ from pfl_lightning.cli.errors import mistake
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
 from pfl_lightning.client.module import base_digest, loadable
-from pfl_lightning.contract.guarantee import learns_without_noise, without_noise
 from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import Split
 from pfl_lightning.engines import ClientState, Engine, Job, Outcome
 from pfl_lightning.federation.evaluation import undisturbed
-from pfl_lightning.federation.local_noise import noised
 from pfl_lightning.flower.export import CONFIG, keep_model
 from pfl_lightning.flower.first_exchange import ASKED, checked, keep, kept, pieces, take_over, values_of, whole
 from pfl_lightning.flower.greeting import fingerprint, settings_told
@@ -41,7 +39,8 @@ from pfl_lightning.flower.sums import data, tensor
 from pfl_lightning.flower.template import Refused, Spec, check_received
 from pfl_lightning.flower.wire import message_digest, pack, unpack, unpack_as_sent
 from pfl_lightning.messages import Message, Restored
-from pfl_lightning.privacy import DPAverage, SecureSum
+from pfl_lightning.privacy import SecureSum
+from pfl_lightning.privacy.dp_sgd import learns_without_noise, without_noise
 from pfl_lightning.privacy.noise import secure_seed
 from pfl_lightning.privacy.secure_sum import (
     KEYS_BYTES,
@@ -304,10 +303,8 @@ class Worker:
         """Return a trained client's records for the server, after the client's state is on the site's disk."""
         client, name, sent = job.client, "", {}
         live = row["live"].split()
-        if (local := self.trainer.rounds.local_privacy) is not None:
-            outcome = noised(outcome, job, self.modules[row["architecture"]], local)
-        if (compression := self.trainer.rounds.compression) is not None:
-            outcome = compression.applied(outcome, job, self.modules[row["architecture"]])
+        for stage in self.trainer.rounds.stages.values():
+            outcome = stage.upload(outcome, job, self.modules[row["architecture"]])
         # engines know nothing of entries that travel once, such as public samples
         state = replace(outcome.state, once=job.state.once)
         if outcome.finite:
@@ -350,8 +347,7 @@ class Worker:
                 update = update | {"weights": weights.travelled}
             return {f"{job.client}/update": update}
         # under differential privacy each client adds a share of the noise, as the server sees the sum alone
-        private = self.aggregator.find(DPAverage)
-        noise = None if private is None else private.noise_share(deployed=True)
+        noise = self.aggregator.noise_share(deployed=True)
         clients = list(map(int, row["sum"].split()))
         # a server without secure sums must not get the plain update of a site that hides updates
         if not clients:

@@ -12,7 +12,6 @@ from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.federation.resuming import client_settings, flat, rounds_of
 from pfl_lightning.flower.template import Refused, plain
-from pfl_lightning.privacy import DPAverage
 from pfl_lightning.trainer import FederatedTrainer
 
 BY_SERVER = frozenset(
@@ -61,8 +60,8 @@ def settings_told(
         "data.last_batch": data.last_batch,
     }
     # under secure sums sites draw the noise
-    if trainer.rounds.secure_sum is not None and (private := aggregator.find(DPAverage)) is not None:
-        settings |= flat("aggregator", private)
+    if trainer.rounds.secure_sum is not None and aggregator.noise_share(deployed=True) is not None:
+        settings |= flat("aggregator", aggregator)
     # Lightning takes the one for the other on a CPU, and machines differ
     if settings["trainer.precision"] in ("16-mixed", "bf16-mixed"):
         settings["trainer.precision"] = "16-mixed or bf16-mixed"

@@ -25,7 +25,7 @@ from pfl_lightning.flower.greeting import check_settings, fingerprint
 from pfl_lightning.flower.template import Refused, plain
 from pfl_lightning.flower.wire import names, pack, unpack
 from pfl_lightning.messages import digest
-from pfl_lightning.selection.schedule import enough
+from pfl_lightning.selection.base import enough
 from pfl_lightning.settings import is_count
 
 Answer: TypeAlias = tuple[int, RecordDict]

@@ -19,7 +19,6 @@ from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.client import ClientModule
-from pfl_lightning.contract.guarantee import learns_without_noise
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import Engine, LocalWork
@@ -32,7 +31,7 @@ from pfl_lightning.flower.progress import Progress
 from pfl_lightning.flower.remote import Remote
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.sums import Summing
-from pfl_lightning.privacy import DPAverage
+from pfl_lightning.privacy.dp_sgd import learns_without_noise
 from pfl_lightning.selection.availability import Availability
 from pfl_lightning.settings import is_count
 from pfl_lightning.trainer import FederatedTrainer
@@ -482,9 +481,7 @@ def summing_of(federation: Federation) -> Summing | None:
     settings, aggregator = federation.options.secure_sum, federation.aggregator
     if settings is None:
         return None
-    private = aggregator.find(DPAverage)
-    noise = None if private is None else private.noise_share(deployed=True)
-    return Summing(settings, "num_samples" in aggregator.needs, noise)
+    return Summing(settings, "num_samples" in aggregator.needs, aggregator.noise_share(deployed=True))
 
 
 def refuse_what_acts_here_alone(trainer: FederatedTrainer) -> None:

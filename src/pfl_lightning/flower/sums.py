@@ -10,7 +10,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.engines import Job
-from pfl_lightning.federation.messages import enough_to_sum
 from pfl_lightning.flower.journal import Again
 from pfl_lightning.flower.link import Link
 from pfl_lightning.flower.masks import bound, fingerprint, ids, session, unmasked
@@ -26,6 +25,7 @@ from pfl_lightning.privacy.secure_sum import (
     NoiseShare,
     SecureSum,
     Unsummable,
+    enough_to_sum,
 )
 
 Answer = TypeVar("Answer")

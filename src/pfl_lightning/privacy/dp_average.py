@@ -187,7 +187,7 @@ class DPAverage(Aggregator):
             self._keep_server()
 
     @property
-    def hides_cohorts(self) -> bool:
+    def hides_cohorts(self) -> bool:  # type: ignore[override]
         """Whether cohorts must follow from nothing that others have, as epsilon counts on them to be secret."""
         return self.is_secure and self.sampling.rate < 1
 
@@ -201,6 +201,28 @@ class DPAverage(Aggregator):
             deployed: whether clients are sites of a deployment.
         """
         return NoiseShare(self.clip, cast(float, self.noise_multiplier), self._secure(deployed))
+
+    def check_sums(self) -> None:
+        """Refuse settings that ask for more than a sum of bounded changes with noise of each client."""
+        if type(self) is not DPAverage:
+            raise MisconfigurationException(
+                f"aggregator={type(self).__name__} has noise of its own, and with trainer.secure_sum clients draw each "
+                "round's noise by itself; take DPAverage."
+            )
+        # a site doesn't know how many rounds and clients epsilon is shared out to, and shall not believe the server
+        if self.epsilon is not None:
+            raise MisconfigurationException(
+                f"aggregator.epsilon={self.epsilon}: with trainer.secure_sum clients draw the noise, and know "
+                "aggregator.noise_multiplier alone; give that in its place, as "
+                "pfl_lightning.privacy.noise_for(epsilon, delta, rounds) tells it."
+            )
+        # these would need a second sum, of counts or of weights
+        for name, value in {"quantile": None, "clip_by": "model", "sample_cap": None}.items():
+            if getattr(self, name) != value:
+                raise MisconfigurationException(
+                    f"aggregator.{name}={getattr(self, name)} isn't for trainer.secure_sum, with which clients bound "
+                    "their whole changes by one clip and count alike; leave it out."
+                )
 
     def _checked_sampling(self, server: Server) -> Sampling:
         if server.sampling is None:

@@ -4,16 +4,22 @@ import copy
 import math
 import random
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.client import ClientModule
+from pfl_lightning.engines import Job, Outcome
+from pfl_lightning.federation.stages import Stage
 from pfl_lightning.privacy.accountant import check_range
+from pfl_lightning.privacy.dp_sgd import PUBLISHABLE
+from pfl_lightning.privacy.local_noise import check_local, check_shared, noised
 from pfl_lightning.privacy.noise import (
     Source,
     discrete_laplace,
@@ -25,6 +31,10 @@ from pfl_lightning.privacy.noise import (
 )
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.federation.options import FederationOptions
 
 OWNER = "trainer.local_privacy"
 ADJACENCY = (
@@ -67,7 +77,7 @@ class Draws(NamedTuple):
         return self.below(1 << 64) < math.ceil(math.ldexp(probability, 64))
 
 
-class LocalPrivacy(ABC):
+class LocalPrivacy(Stage):
     r"""Noises the change of each client's shared parameters, before anybody else sees it.
 
     Whatever a client's samples are, each possible upload of a round is at most :math:`e^{\epsilon_r}` times as likely
@@ -87,12 +97,103 @@ class LocalPrivacy(ABC):
         MisconfigurationException: if a value is out of range.
     """
 
+    publishable = PUBLISHABLE
+    reads_updates = True
+    does = MappingProxyType({"update level": "noises each update, for an epsilon of clients"})
+    excludes = MappingProxyType(
+        {
+            "sample level": "guarantees privacy of clients, and there is no one epsilon for both units",
+            "sum level": "noises each update before, for another epsilon; take one of them",
+            "sums": "has noised them by then, and the sum of so much noise needs no mask",
+            "parts": "has made these changes noise by then",
+            "chooses": "doesn't cover that",
+            "asks": "doesn't cover what is told without noise; take Uniform, Poisson or Availability",
+        }
+    )
+
     def __init__(self, round_epsilon: float, clip: float = 1.0, noise: Source | None = None) -> None:
         check_range(f"{OWNER}.round_epsilon", round_epsilon, 0 < round_epsilon <= MOST, "above 0 and up to 500")
         check_range(f"{OWNER}.clip", clip, 0 < clip < math.inf, "above 0, such as 1")
         if noise is not None:
             check_choices(OWNER, noise=(noise, ("seeded", "secure")))
         self.round_epsilon, self.clip, self.noise = round_epsilon, clip, noise
+        self._spent: dict[int, float] = {}
+
+    # A stage of the round
+
+    @property
+    def setting(self) -> str:
+        """The setting, as errors name it."""
+        return f"{OWNER}={type(self).__name__}"
+
+    @property
+    def spent(self) -> Mapping[int, float]:
+        """The epsilon of each client's updates so far, by id."""
+        return self._spent
+
+    def check_options(self, options: "FederationOptions") -> None:
+        """Refuse noise from a seed at sites, and cohorts by what clients hold or tell."""
+        if options.is_deployed:
+            self.deployed()
+        if "sampling" not in vars(type(options.cohort)):
+            raise MisconfigurationException(
+                f"trainer.cohort={type(options.cohort).__name__} chooses clients by what they hold or tell, which "
+                f"{OWNER} doesn't cover; take Uniform, Poisson or Availability."
+            )
+
+    def check(self, federation: "Federation") -> None:
+        """Refuse clients that send more than noised weights, and servers that ask for more."""
+        check_local(federation.client, federation.aggregator)
+        for module in federation.client_modules:
+            check_shared(module)
+
+    def begin(self, federation: "Federation") -> None:
+        """Begin with nothing spent."""
+        self._spent = {}
+
+    def upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
+        """Return the outcome with noised weights, and without metrics of the training."""
+        return noised(outcome, job, module, self)
+
+    def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
+        """Count the noised update of each client of a round, as often as it was asked for."""
+        self._count(federation, cohort)
+
+    def count_lost(self, federation: "Federation", cohorts: Sequence[Sequence[int]]) -> None:
+        """Count rounds without a checkpoint; seeded noise is drawn again as before, and counts once."""
+        for cohort in cohorts if self.is_secure else ():
+            self._count(federation, cohort, lost=True)
+
+    def _count(self, federation: "Federation", cohort: Sequence[int], lost: bool = False) -> None:
+        """Count a round.
+
+        Args:
+            federation: the federation.
+            cohort: the clients of the round.
+            lost: whether another process made the round, of which this engine knows nothing.
+        """
+        for engine, own in federation.engines_of(cohort):
+            for client in own:
+                times = 1 if lost else engine.times_asked(client)
+                self._spent[client] = self._spent.get(client, 0.0) + times * self.round_epsilon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epsilon of each client's updates so far."""
+        return {"spent": dict(sorted(self._spent.items()))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a checkpoint's epsilons."""
+        self._spent = dict(state["spent"])
+
+    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+        """Return the guarantee of the rounds so far."""
+        return self.told(self._spent)
+
+    def of_client(self, federation: "Federation", client: int) -> dict[str, float]:
+        """Return the client's epsilon."""
+        return {"epsilon": self._spent.get(client, 0.0)}
+
+    # Noise
 
     @abstractmethod
     def noised(self, change: Tensor, draws: Draws) -> Tensor:
@@ -135,7 +236,7 @@ class LocalPrivacy(ABC):
         # a further number for each call, so that no two calls of a round draw the same
         return Draws(lambda size: seeded_normal(size, stream.getrandbits(63)), stream.randrange, False)
 
-    def statement(self, spent: Mapping[int, float]) -> dict[str, Any]:
+    def told(self, spent: Mapping[int, float]) -> dict[str, Any]:
         r"""Return the guarantee so far, and a list of all outside of it.
 
         Args:

@@ -6,17 +6,26 @@ The arithmetic is the same in a simulation and in a deployment, where masks that
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from pfl_lightning.aggregators.aggregator_list import parts_of
+from pfl_lightning.engines import Outcome
+from pfl_lightning.federation.stages import Plan, Stage
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.privacy.noise import clipped, secure_normal, seeded_normal
 from pfl_lightning.settings import check_choices
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation.federation import Federation
 
 OWNER = "trainer.secure_sum"
 COUNT = "num_samples"
@@ -36,7 +45,7 @@ class Unsummable(ValueError):
 
 
 @dataclass(frozen=True)
-class SecureSum:
+class SecureSum(Stage):
     r"""Has the server learn sums over a round's clients alone: secure aggregation.
 
     Entries become whole numbers, :math:`\lfloor v \, n_k / n_{\max} \, 2^b \rceil`, which are summed modulo
@@ -67,6 +76,12 @@ class SecureSum:
     overflow: Literal["refuse", "clip"] = "refuse"
     threshold: float = 2 / 3
     honest: float = 0.5
+    _row: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    setting = OWNER
+    reads_updates = True
+    does = MappingProxyType({"sums": "hides single updates and adds whole vectors up"})
+    excludes = MappingProxyType({"chooses": "doesn't cover that"})
 
     def __post_init__(self) -> None:
         check_choices(OWNER, overflow=(self.overflow, ("refuse", "clip")))
@@ -90,6 +105,104 @@ class SecureSum:
             clients: of the round.
         """
         return max(2, math.ceil(self.threshold * clients - 1e-9))
+
+    # A stage of the round
+
+    def check(self, federation: "Federation") -> None:
+        """Refuse clients that send nothing, and servers that look at single updates."""
+        client, aggregator = federation.client, federation.aggregator
+        if not client.sends:
+            raise MisconfigurationException(
+                f"model={type(client).__name__} sends nothing that could be summed; leave {OWNER} out."
+            )
+        parts = list(parts_of(aggregator))
+        # one weight multiplies a whole update, before a sum that nobody can take apart
+        if len({"num_samples" in part.needs for part in parts}) > 1:
+            raise MisconfigurationException(
+                f"aggregator={aggregator.name} counts clients by their samples for one entry and alike for another, "
+                f"and {OWNER} makes one sum; give all the same weighting."
+            )
+        for part in parts:
+            part.check_sums()
+
+    def check_size(self, size: int, num_clients: int) -> None:
+        """Refuse rounds of one client."""
+        if size < 2:
+            raise MisconfigurationException(
+                f"trainer.clients_per_round of data.num_clients={num_clients} is one client, whose update would be "
+                f"the whole of {OWNER}; take at least 2, or better more."
+            )
+
+    def collect(
+        self, federation: "Federation", cohort: Sequence[int], outcomes: dict[int, Outcome]
+    ) -> dict[int, Outcome]:
+        """Return the outcomes with the mean in place of each update, as a deployment's server gets it.
+
+        Masks cancel in a sum, so that a simulation has no need to draw any.
+        """
+        self._row.clear()
+        # sites have summed theirs
+        if (sums := federation.engines[0].sums) is not None:
+            self._row.update(sums)
+            return outcomes
+        start, aggregator, clients = time.perf_counter(), federation.aggregator, len(cohort)
+        sound = {k: outcome for k, outcome in sorted(outcomes.items()) if outcome.finite and not outcome.refused}
+        taken = {k: outcome for k, outcome in outcomes.items() if k not in sound}
+        if not sound:
+            return taken
+        like, noise = next(iter(sound.values())).update, aggregator.noise_share(federation.is_deployed)
+        sizes, weighted = federation.sizes(cohort, "train"), "num_samples" in aggregator.needs
+        received = aggregator.download(cohort[0])
+        encoding = Encoding(self, like, clients, max(sizes.values()) if weighted else None, noise)
+        total, sent = torch.zeros(encoding.length, dtype=torch.int64), []
+        for client, outcome in sound.items():
+            seed = 0 if noise is None else federation.job(client).seed
+            try:
+                # added at once: all vectors together would take as much as all updates
+                total += encoding.vector(outcome.update, received, lambda n, s=seed: drawn_share(noise, n, s))  # type: ignore[misc]
+                sent.append(client)
+            except Unsummable as reason:
+                taken[client] = outcome._replace(update={}, refused=str(reason))
+        up, down = encoding.bytes_up(clients, len(sent)), encoding.bytes_down(clients, len(sent))
+        self._row.update({"bytes/up": up, "bytes/down": down})
+        if enough_to_sum(len(sent), clients, self, federation.round + 1):
+            total = encoding.total([total])
+            stand_ins = encoding.stand_ins(total, {client: sizes[client] for client in sent}, received)
+            taken |= {client: sound[client]._replace(update=update) for client, update in stand_ins.items()}
+            self._row["secure_sum/clipped"] = int(total[0])
+        self._row["time/secure_sum"] = time.perf_counter() - start
+        return taken
+
+    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+        """Return the updates, and record the bytes of keys, shares and vectors in place of updates' own."""
+        row = federation.metrics
+        row |= self._row | {"bytes/down": row["bytes/down"] + self._row.get("bytes/down", 0)}
+        return updates
+
+    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+        """Return the aggregator's guarantee, with what it assumes of clients."""
+        if not told:
+            return told
+        assumes = f"in each round, {self.honest:.3g} of the clients stay until its end and tell nobody their noise"
+        return told | {"assumes": assumes}
+
+
+def enough_to_sum(sent: int, clients: int, settings: SecureSum, round: int) -> bool:
+    """Return whether so many clients are left that their sum may be known, and warn if not.
+
+    Args:
+        sent: clients that have sent a vector.
+        clients: of the round.
+        settings: of the sum.
+        round: the round's number, from 1.
+    """
+    if sent >= settings.least(clients):
+        return True
+    rank_zero_warn(
+        f"round {round} has no sum: {sent} of {clients} clients are left, and {OWNER}.threshold="
+        f"{settings.threshold:.3g} asks for {settings.least(clients)}."
+    )
+    return False
 
 
 class NoiseShare(NamedTuple):

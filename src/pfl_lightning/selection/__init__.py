@@ -4,10 +4,8 @@ from pfl_lightning.selection.availability import Availability
 from pfl_lightning.selection.base import Cyclic, Poisson, RoundStart, Sampling, Selection, Uniform
 from pfl_lightning.selection.oort import Oort
 from pfl_lightning.selection.power_of_choice import PowerOfChoice
-from pfl_lightning.selection.schedule import Asynchronous, Schedule, Synchronous
 
 __all__ = [
-    "Asynchronous",
     "Availability",
     "Cyclic",
     "Oort",
@@ -15,8 +13,6 @@ __all__ = [
     "PowerOfChoice",
     "RoundStart",
     "Sampling",
-    "Schedule",
     "Selection",
-    "Synchronous",
     "Uniform",
 ]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.settings import is_count
+
 Told: TypeAlias = Mapping[int, Mapping[str, float]]
 """Numbers that clients report about themselves, by id and name."""
 
@@ -111,6 +113,22 @@ class Selection(ABC):
             told: the numbers named in ``asks``, by name, of each client whose update counts.
             round: number of the round, from 0.
         """
+
+
+def enough(min_results: int | float, asked: int, cohort: int) -> int:
+    """Return the number of answers that ends a phase of a round.
+
+    >>> enough(0.8, 10, cohort=20), enough(8, 100, cohort=10)
+    (8, 80)
+
+    Args:
+        min_results: a share of the asked clients, or a number of a full round's.
+        asked: number of clients asked.
+        cohort: number of clients in a full round.
+    """
+    share = min_results / cohort if is_count(min_results) else min_results
+    # 1e-9: a share such as 8 / 10 times 10 may be 8.000000000000002
+    return min(asked, math.ceil(share * asked - 1e-9))
 
 
 def drawn_by_weight(draw: random.Random, clients: Sequence[int], size: int, weights: Mapping[int, float]) -> list[int]:

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -19,7 +20,6 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.selection import Asynchronous
 
 
 class View(NamedTuple):
@@ -58,6 +58,13 @@ class UploadAttack(Attack):
         MisconfigurationException: if ``fraction`` is out of its range.
     """
 
+    does = MappingProxyType({"edits": "changes single updates"})
+    excludes = MappingProxyType(
+        {
+            "sums": "changes single updates, which are summed by then",
+            "stale": "forges models from the round's own model; take LabelFlip, or Synchronous",
+        }
+    )
     colludes = False
     """All bad clients of a round send one model."""
 
@@ -78,13 +85,8 @@ class UploadAttack(Attack):
         """
 
     def check(self, federation: Federation) -> None:
-        """Refuse methods whose clients and server don't exchange models, and updates from models of earlier rounds."""
+        """Refuse methods whose clients and server don't exchange models."""
         super().check(federation)
-        if isinstance(federation.options.schedule, Asynchronous):
-            raise MisconfigurationException(
-                f"trainer.callbacks: {type(self).__name__} forges models from the round's own model, and under "
-                "trainer.schedule=Asynchronous clients start from earlier ones; take LabelFlip, or Synchronous."
-            )
         # a method that sends prototypes or answers has no model to forge
         client, server = federation.client, federation.aggregator
         if "weights" not in client.sends or "weights" not in server.sends:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -180,6 +180,14 @@ class Block:
             for row, mean in zip(known.tolist(), (sums[0][known] / sums[1][known]).tolist(), strict=True):
                 result[row][name] = mean
         return result
+
+
+class Planned(Protocol):
+    """How much each client trains in a phase: optimizer steps, batches, and samples in these ``[clients]``."""
+
+    counts: NDArray[np.int64]
+    batches: NDArray[np.int64]
+    samples: NDArray[np.int64]
 
 
 class Plan:

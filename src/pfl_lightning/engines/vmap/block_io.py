@@ -17,7 +17,6 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome
 from pfl_lightning.engines.errors import during
-from pfl_lightning.engines.examples import releases_of, with_noisy_counts
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
@@ -196,8 +195,8 @@ class BlockIO:
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
         # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
-        private = work.example_privacy is not None
-        judged = sent if private else [*sent, *kept.values()]
+        private = work.example_privacy
+        judged = sent if private is not None else [*sent, *kept.values()]
         recorded = {name: torch.cat([values for *_, values in steps]) for name, steps in block.recorded.items()}
         # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
         # A row is finite if its sum is; `is_finite` judges a single client by such sums, too.
@@ -222,10 +221,10 @@ class BlockIO:
                     personal[row], member.optimizers, member.scaler, batches=member.job.state.batches | member.batches
                 ),
                 metrics=metrics,
-                finite=sound and (private or all(map(math.isfinite, metrics.values()))),
+                finite=sound and (private is not None or all(map(math.isfinite, metrics.values()))),
                 after=self._evaluate_alone(row, block, slots) if after is None else after[row],
                 seconds=seconds,
-                releases=tuple(releases_of(work, block.phases, block.sizes[row])) if private else (),
+                releases=() if private is None else tuple(private.releases(work, block.phases, block.sizes[row])),
                 steps=member.steps,
                 samples=member.samples,
             )
@@ -247,7 +246,7 @@ class BlockIO:
 
     def _uploaded(self, member: Member) -> Message:
         update, private = self.module.upload(member.data), self.sequential.work.example_privacy
-        return update if private is None else with_noisy_counts(private, update, member.job.seed)
+        return update if private is None else private.noised_update(update, member.job.seed)
 
     def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""

@@ -20,13 +20,12 @@ from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer
-from pfl_lightning.engines.vmap.block import Block, Plan
+from pfl_lightning.engines.vmap.block import Block, Plan, Planned
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.engines.vmap.gradients import Differentiator, Padding
 from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.optimizers import ELEMENTWISE, SKIPPING, RowsOptimizer, can_skip, rows_optimizers
-from pfl_lightning.engines.vmap.private import PoissonPlan, PrivateDifferentiator
 from pfl_lightning.engines.vmap.scales import Scales
 from pfl_lightning.messages import StateDict, detached
 
@@ -121,16 +120,11 @@ class BlockTrainer:
         trained: dict[str, nn.Parameter],
         slots: Slots,
         scales: Scales | None,
-    ) -> tuple[Plan | PoissonPlan, Iterator[Callable[[], StateDict]]]:
+    ) -> tuple[Planned, Iterator[Callable[[], StateDict]]]:
         """Return the plan of all clients' batches, and a function per step for the gradients, a row each."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
-            poisson = PoissonPlan(privacy, self.work, phase, block, trained)
-            private = PrivateDifferentiator(self.sequential, self.attributes, privacy, slots, block, trained)
-            return (
-                poisson,
-                (partial(private.gradients, step, index) for index, step in enumerate(poisson.steps(device))),
-            )
+            return privacy.block_steps(self.sequential, self.attributes, slots, phase, block, trained)
         plan = self._plan(phase, block)
         pads, apart = self.padding.allows(phase), self.compiled is not None and self.compiled.trusted
         differentiator = Differentiator(

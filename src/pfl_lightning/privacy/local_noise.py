@@ -1,23 +1,26 @@
-"""Noise a client's update before it leaves the client."""
+"""Noise a client's update before it leaves the client, and refuse what would leave without noise."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from pfl_lightning.aggregators import Aggregator
+from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import shared_entries
+from pfl_lightning.contract.guarantee import BOUNDED, unfit
 from pfl_lightning.engines import Job, Outcome
 from pfl_lightning.messages import StateDict, is_finite
-from pfl_lightning.privacy import LocalPrivacy
 
-PUBLIC = frozenset({"weights", "num_samples"})
-"""Entries of a noised update: the noised weights, and a number that counts as public."""
+if TYPE_CHECKING:
+    from pfl_lightning.privacy.local import LocalPrivacy
 
 
 @torch.no_grad()
-def noised(outcome: Outcome, job: Job, module: ClientModule, local: LocalPrivacy) -> Outcome:
+def noised(outcome: Outcome, job: Job, module: ClientModule, local: "LocalPrivacy") -> Outcome:
     """Return a client's outcome with noised weights, and without metrics of its training.
 
     Training that diverged gives a noised change of zero, and leaves the client's state as it was: who diverged tells of
@@ -36,7 +39,7 @@ def noised(outcome: Outcome, job: Job, module: ClientModule, local: LocalPrivacy
         return outcome
     update, received = outcome.update, job.payload["weights"]
     first = first_names(module, update["weights"])
-    bare = [*(update.keys() - PUBLIC), *(update["weights"].keys() - (first.keys() & received.keys()))]
+    bare = [*(update.keys() - BOUNDED), *(update["weights"].keys() - (first.keys() & received.keys()))]
     if bare:
         raise MisconfigurationException(
             f"trainer.local_privacy: model={type(module).__name__} sends {min(bare)}, to which no noise is added; take "
@@ -90,3 +93,45 @@ def check_shared(module: ClientModule) -> None:
 def flat(tensor: Tensor) -> Tensor:
     """Return a tensor as a vector in float64, on the CPU."""
     return tensor.detach().to("cpu", torch.float64).reshape(-1)
+
+
+def check_local(client: ClientModule, aggregator: Aggregator) -> None:
+    """Refuse settings against ``trainer.local_privacy``: samples may count through noised weights alone.
+
+    Args:
+        client: the client module.
+        aggregator: the aggregator.
+
+    Raises:
+        MisconfigurationException: if a setting would break it.
+    """
+    setting, name = "trainer.local_privacy", type(client).__name__
+    parts = list(parts_of(aggregator))
+    if reason := unfit(client):
+        raise MisconfigurationException(
+            f"model={name} {reason}; leave {setting} out, or take a model that it fits, such as FedAvg, FedPer or "
+            "Ditto."
+        )
+    # `offers` are sent on demand, and aren't in `sends`
+    if further := sorted(aggregator.needs - BOUNDED):
+        raise MisconfigurationException(
+            f"{setting} noises weights alone, and aggregator={aggregator.name} asks for {' and '.join(further)}; take "
+            "an aggregator of weights, such as WeightedAverage."
+        )
+    if "weights" not in aggregator.sends:
+        raise MisconfigurationException(
+            f"{setting} noises the change of received weights, and aggregator={aggregator.name} sends none; take one "
+            "that does, such as WeightedAverage."
+        )
+    # never inherited: a class of its own may look at more than updates
+    for part in parts:
+        if not part.example_level:
+            raise MisconfigurationException(
+                f"{setting}: {type(part).__name__} doesn't set example_level = True in its own class, which claims "
+                "that it learns of samples by weights alone; take an aggregator that does, such as WeightedAverage."
+            )
+        if part.meets_newcomers:
+            raise MisconfigurationException(
+                f"{setting}: {type(part).__name__} asks each new client for an update without noise; take another "
+                "aggregator, such as WeightedAverage."
+            )

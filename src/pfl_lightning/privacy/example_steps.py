@@ -1,12 +1,12 @@
-"""Bounded gradients of single samples and their sums, for steps of differentially private training."""
+"""Bounded gradients of single samples, their sums, and noise, for steps of differentially private training."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -16,10 +16,11 @@ from pfl_lightning.data.trees import split
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
-from pfl_lightning.messages import Message, StateDict, tree_map
-from pfl_lightning.privacy.accountant import Release
-from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.noise import towards_zero
+
+if TYPE_CHECKING:
+    from pfl_lightning.privacy.dp_sgd import DPSGD
 
 Values = dict[str, Tensor]
 
@@ -60,68 +61,6 @@ class Draws(NamedTuple):
         return round(self.steps * self.expected)
 
 
-def private_draws(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Draws]:
-    """Return the draws of a client's round in phases with an influence on the upload.
-
-    Args:
-        work: how much each client trains.
-        phases: of its training.
-        samples: how many it has.
-    """
-    draws = [Draws.of(work, phase, samples) for phase in phases if not phase.stays]
-    return [drawn for drawn in draws if drawn.steps]
-
-
-def releases_of(work: LocalWork, phases: Sequence[Phase], samples: int) -> list[Release]:
-    """Return the releases of a client's round: private steps, and class counts where these are sent.
-
-    Args:
-        work: how much each client trains, with DP-SGD.
-        phases: of its training.
-        samples: how many it has.
-    """
-    private = cast(DPSGD, work.example_privacy)
-    # a phase that stays with its client reaches nobody
-    z, counts = cast(float, private.noise_multiplier), private.counts_release
-    made = [Release(z, drawn.rate, drawn.steps) for drawn in private_draws(work, phases, samples)]
-    return made if counts is None else [*made, counts]
-
-
-def with_noisy_counts(private: DPSGD, update: Message, seed: int) -> Message:
-    """Return an update with noise in the class counts, if the settings ask for noise.
-
-    Args:
-        private: the settings.
-        update: the upload.
-        seed: of the client's round.
-    """
-    if private.counts_epsilon is None or "class_counts" not in update:
-        return update
-    return {**update, "class_counts": private.noisy_counts(update["class_counts"], seed)}
-
-
-def calibrated(work: LocalWork, modules: Sequence[ClientModule], sizes: Iterable[int], rounds: int) -> LocalWork:
-    """Return the work with noise for the target of privacy, where one is given.
-
-    Args:
-        work: how much each client trains.
-        modules: whose phases clients go through.
-        sizes: samples of each client.
-        rounds: in which each may take part.
-    """
-    private = work.example_privacy
-    if private is None or private.epsilon is None:
-        return work
-    # the smallest first, who mostly need the most noise
-    sizes = sorted(set(sizes))
-    plans = [
-        (samples, [Release(1.0, d.rate, d.steps * rounds) for d in private_draws(work, phases, samples)])
-        for phases in [module.local_phases() for module in modules]
-        for samples in sizes
-    ]
-    return replace(work, example_privacy=private.calibrated(plans))
-
-
 class ExampleGradients:
     """Sums of the bounded gradients of single samples of one client.
 
@@ -139,7 +78,7 @@ class ExampleGradients:
         module: ClientModule,
         slots: Slots,
         trained: list[str],
-        privacy: DPSGD,
+        privacy: "DPSGD",
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module
@@ -232,3 +171,11 @@ def noised(sums: StateDict, noise: Tensor, entries: Mapping[str, Tensor], expect
         each = expected.to(total).view(*rows, *[1] * (entry.dim() - 1)) if isinstance(expected, Tensor) else expected
         gradients[name] = (total / each).to(entry)
     return gradients
+
+
+def without_examples(module: ClientModule, reason: str) -> MisconfigurationException:
+    """Return the error for a step without gradients of single samples."""
+    return MisconfigurationException(
+        f"trainer.example_privacy needs the gradient of each sample, which {type(module).__name__}.training_step "
+        f"doesn't allow: {reason}; leave it out, or keep samples independent of each other in the step."
+    )

@@ -1,7 +1,7 @@
 """Differentially private steps of many clients at once, with batches, bound and noise of each client's own."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +12,16 @@ from torch.func import vmap
 from pfl_lightning.client.module import Batch
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.base import LocalWork
-from pfl_lightning.engines.examples import Draws, ExampleGradients, Values, noised
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.messages import StateDict, tree_map
-from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.example_steps import Draws, ExampleGradients, Values, noised
+
+if TYPE_CHECKING:
+    from pfl_lightning.privacy.dp_sgd import DPSGD
 
 
 class PrivateStep(NamedTuple):
@@ -50,7 +52,7 @@ class PoissonPlan:
     """
 
     def __init__(
-        self, privacy: DPSGD, work: LocalWork, phase: Phase, block: Block, trained: dict[str, nn.Parameter]
+        self, privacy: "DPSGD", work: LocalWork, phase: Phase, block: Block, trained: dict[str, nn.Parameter]
     ) -> None:
         self.privacy = privacy
         self.block = block
@@ -103,7 +105,7 @@ class PrivateDifferentiator:
         self,
         sequential: Sequential,
         attributes: SharedAttributes,
-        privacy: DPSGD,
+        privacy: "DPSGD",
         slots: Slots,
         block: Block,
         trained: dict[str, nn.Parameter],

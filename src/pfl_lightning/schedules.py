@@ -2,17 +2,29 @@
 
 import csv
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
+from pfl_lightning.aggregators.aggregator_list import parts_of
+from pfl_lightning.federation.stages import Plan, Stage
+from pfl_lightning.messages import Updates, num_bytes, tree_map
+from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection.base import enough
 from pfl_lightning.settings import Unpack, as_call, check_choices, check_least, is_count
+
+if TYPE_CHECKING:
+    from pfl_lightning.federation.federation import Federation
 
 Distribution: TypeAlias = Literal["constant", "lognormal", "uniform", "exponential", "halfnormal"]
 """Distributions of the clients' seconds per sample."""
@@ -38,23 +50,17 @@ class Turn(NamedTuple):
     send: Callable[[int], dict[str, Any]]
 
 
-class Plan(NamedTuple):
-    """The course of a round.
+class Course(NamedTuple):
+    """The course of a round on the clock.
 
     Args:
-        cohort: ids of the clients whose training ends in the round, or is given up, ascending.
-        arrived: ids of the clients whose updates arrive, in the order of arrival; ids decide at equal times.
+        plan: who takes part.
         seconds: length of the round on the simulated clock.
-        took: seconds from a client's start to its update, by id.
-        sent: records of earlier payloads, by client id; empty if all clients train from the round's own.
         state: the schedule's state after the round.
     """
 
-    cohort: list[int]
-    arrived: list[int]
+    plan: Plan
     seconds: float
-    took: dict[int, float]
-    sent: dict[int, dict[str, Any]]
     state: dict[str, Any]
 
 
@@ -70,7 +76,7 @@ class SpeedSettings(TypedDict, total=False):
     timeout: float | None
 
 
-class Schedule(ABC):
+class Schedule(Stage):
     """Base class of schedules, with the speeds of clients' devices.
 
     A client's training takes its delay, and its seconds per sample times the samples of all local passes:
@@ -94,6 +100,19 @@ class Schedule(ABC):
     Raises:
         MisconfigurationException: if a value is out of range.
     """
+
+    does = MappingProxyType(
+        {
+            "chooses": "leaves updates out by the clients' numbers of samples",
+            "clock": "is a clock of clients that train at once, each on its device",
+        }
+    )
+    excludes = MappingProxyType(
+        {
+            "sites": "simulates a clock, where these have the real one; leave it out, and set the app's min-results, "
+            "grace, timeout and late-rounds",
+        }
+    )
 
     def __init__(
         self,
@@ -130,6 +149,73 @@ class Schedule(ABC):
 
     def __repr__(self) -> str:
         return as_call(self)
+
+    @property
+    def setting(self) -> str:
+        """The setting, as errors name it."""
+        return f"trainer.schedule={type(self).__name__}"
+
+    def begin(self, federation: "Federation") -> None:
+        """Start the clock, and refuse a timeout before the end of every client's training."""
+        data, clients = federation.data, federation.data.num_clients
+        self.setup(cast(int, federation.seed), clients)
+        # samples that move between clients may be enough later
+        if federation.is_fitting and not data.redivides:
+            self.check_timeout(((k, samples_of(federation, k)) for k in range(clients)), data.client_label)
+
+    def plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan:
+        """Return the course of a round, and count the payloads that travel."""
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def send(client: int) -> dict[str, Any]:
+            job = federation.job(client)
+            federation.further_bytes[0] += num_bytes(job.travelling)
+            # Copies, as servers may change their tensors in place; one of each tensor for all clients that start in
+            # the round.
+            payload = tree_map(lambda t: copies.setdefault(id(t), (t, t.detach().clone()))[1], job.payload)
+            return {"payload": payload, "lr_factor": federation.lr_factor}
+
+        turn = Turn(federation.round, there, size, federation.cohort, partial(samples_of, federation), send)
+        self._course = self.course(turn)
+        plan = self._course.plan
+        if not plan.sent:
+            # payloads of updates that don't arrive have travelled, too
+            absent = sorted(set(plan.cohort).difference(plan.arrived))
+            federation.further_bytes[0] += sum(num_bytes(federation.job(client).travelling) for client in absent)
+        return plan
+
+    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+        """Return the updates, with the entry ``arrival`` for servers that read it, and record the clock."""
+        stale = {k: federation.round - plan.sent[k]["round"] if plan.sent else 0 for k in updates}
+        federation.metrics[SIMULATED] = self._course.seconds
+        if plan.sent and stale:
+            federation.metrics["staleness"] = sum(stale.values()) / len(stale)
+        if not any(part.reads_arrivals for part in parts_of(federation.aggregator)):
+            return updates
+        places = {client: place for place, client in enumerate(plan.arrived)}
+        added: Updates = {}
+        for client, update in updates.items():
+            payload = plan.sent[client]["payload"] if plan.sent else federation.aggregator.download(client)
+            counts = {"place": torch.tensor(places[client]), "staleness": torch.tensor(stale[client])}
+            added[client] = {**update, "arrival": counts | {"weights": payload.get("weights", {})}}
+        return added
+
+    def end(self, federation: "Federation") -> None:
+        """Move the clock on."""
+        self.state = self._course.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clock, and what is under way."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a checkpoint's clock."""
+        self.state = self.state | state
+
+    def without_updates(self) -> list[str]:
+        """Return the settings that keep updates from coming."""
+        settings = {"timeout": self.timeout, "dropout": self.dropout or None}
+        return [f"trainer.schedule.{name}={value}" for name, value in settings.items() if value is not None]
 
     def setup(self, seed: int, num_clients: int) -> None:
         """Start the clock before the first round; on resume, the checkpoint's ``state`` follows.
@@ -214,7 +300,7 @@ class Schedule(ABC):
             size: number of clients that train at once.
         """
 
-    def check(self, size: int, num_clients: int) -> None:  # noqa: B027 - most fit any
+    def check_size(self, size: int, num_clients: int) -> None:
         """Refuse settings that don't fit the number of clients.
 
         Args:
@@ -226,7 +312,7 @@ class Schedule(ABC):
         """
 
     @abstractmethod
-    def plan(self, turn: Turn) -> Plan:
+    def course(self, turn: Turn) -> Course:
         """Return the course of a round, and change nothing.
 
         Args:
@@ -266,7 +352,7 @@ class Synchronous(Schedule):
         """Return the number of updates that are enough."""
         return enough(self.min_results, size, size)
 
-    def plan(self, turn: Turn) -> Plan:
+    def course(self, turn: Turn) -> Course:
         """Return the course of a round: the first updates count."""
         begin, busy = self.state["now"], self.state.get("busy", {})
         cohort = turn.draw(turn.clients, turn.size, 0)
@@ -285,7 +371,7 @@ class Synchronous(Schedule):
         # a device can't train twice at once, so that who is late begins its next training late
         busy = busy | {client: ends[client] for client in ends.keys() - lost}
         state = {"now": end, "busy": {client: time for client, time in sorted(busy.items()) if time > end}}
-        return Plan(cohort, arrived, end - begin, took, {}, state)
+        return Course(Plan(cohort, arrived, {}, took), end - begin, state)
 
 
 class Asynchronous(Schedule):
@@ -306,6 +392,19 @@ class Asynchronous(Schedule):
         MisconfigurationException: if a value is out of range.
     """
 
+    does = MappingProxyType({**Schedule.does, "stale": "has updates from models of earlier rounds"})
+    excludes = MappingProxyType(
+        {
+            **Schedule.excludes,
+            **dict.fromkeys(
+                ("moves", "changes"),
+                "trains a client at its update, on samples of another time than its start's; take Synchronous, or data "
+                "without a change",
+            ),
+            "any number": "keeps a fixed number at work; take Uniform or another choice",
+        }
+    )
+
     def __init__(self, buffer: int = 10, **kwargs: Unpack[SpeedSettings]) -> None:
         super().__init__(**kwargs)
         if not is_count(buffer):
@@ -318,7 +417,7 @@ class Asynchronous(Schedule):
         """Return the size of the buffer."""
         return self.buffer
 
-    def check(self, size: int, num_clients: int) -> None:
+    def check_size(self, size: int, num_clients: int) -> None:
         """Refuse a buffer that is larger than the federation, since each client has one update in it at most."""
         if self.buffer > num_clients:
             raise MisconfigurationException(
@@ -326,7 +425,7 @@ class Asynchronous(Schedule):
                 "one update in the buffer at most; take at most that many."
             )
 
-    def plan(self, turn: Turn) -> Plan:
+    def course(self, turn: Turn) -> Course:
         """Return the course of a round: clients start and updates arrive until the buffer is full."""
         begin = now = self.state["now"]
         # a copy, as the state changes only once the round is over
@@ -352,7 +451,7 @@ class Asynchronous(Schedule):
             if len(arrived) == self.buffer:
                 break
         took = {client: flight["arrives"] - flight["starts"] for client, flight in gone.items()}
-        return Plan(sorted(gone), arrived, now - begin, took, gone, {"now": now, "flying": flying})
+        return Course(Plan(sorted(gone), arrived, gone, took), now - begin, {"now": now, "flying": flying})
 
     def _started(self, client: int, turn: Turn, now: float) -> dict[str, Any]:
         """Return the record of a training that starts."""
@@ -364,20 +463,15 @@ class Asynchronous(Schedule):
         return flight | turn.send(client)
 
 
-def enough(min_results: int | float, asked: int, cohort: int) -> int:
-    """Return the number of answers that ends a phase of a round.
-
-    >>> enough(0.8, 10, cohort=20), enough(8, 100, cohort=10)
-    (8, 80)
+def samples_of(federation: "Federation", client: int) -> int:
+    """Return the number of samples that a client's local training processes, every pass counted.
 
     Args:
-        min_results: a share of the asked clients, or a number of a full round's.
-        asked: number of clients asked.
-        cohort: number of clients in a full round.
+        federation: the federation.
+        client: the client's id.
     """
-    share = min_results / cohort if is_count(min_results) else min_results
-    # 1e-9: a share such as 8 / 10 times 10 may be 8.000000000000002
-    return min(asked, math.ceil(share * asked - 1e-9))
+    data = federation.data
+    return federation.options.samples_trained(data.size(client, "train"), data.batch_size)
 
 
 def read_speeds(path: str, delay: float) -> dict[int, tuple[float, float]]:

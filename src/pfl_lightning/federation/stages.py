@@ -1,0 +1,311 @@
+"""Stages of a round: what a setting or a callback adds between the steps that every round has."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+
+from pfl_lightning.messages import Updates
+
+if TYPE_CHECKING:
+    from pfl_lightning.client.module import ClientModule
+    from pfl_lightning.data import FederatedDataModule
+    from pfl_lightning.engines import Job, LocalWork, Outcome
+    from pfl_lightning.federation.federation import Federation
+    from pfl_lightning.federation.options import FederationOptions
+
+Declared = Mapping[str, str]
+"""Reasons, each a predicate behind the setting's name, by the effect on rounds that they are about."""
+NOTHING: Declared = MappingProxyType({})
+
+
+class Plan(NamedTuple):
+    """Who takes part in a round, and whose updates come.
+
+    Args:
+        cohort: ids of the clients whose training ends in the round, or is given up, ascending.
+        arrived: ids of the clients whose updates come, in the order of arrival; ids decide at equal times.
+        sent: ``round``, ``payload`` and ``lr_factor`` of the start of each client, by id; empty if all start now.
+        took: seconds from a client's start to its update, by id, in place of measured ones.
+    """
+
+    cohort: list[int]
+    arrived: list[int]
+    sent: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+    took: Mapping[int, float] = MappingProxyType({})
+
+
+class Declares(Protocol):
+    """Whatever takes part in a run and has effects on rounds, or excludes effects of others."""
+
+    @property
+    def setting(self) -> str:
+        """The setting, as errors name it, such as ``trainer.secure_sum``."""
+        ...
+
+    @property
+    def does(self) -> Declared:
+        """What it does to rounds."""
+        ...
+
+    @property
+    def excludes(self) -> Declared:
+        """Why it doesn't go together with what others do."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a part of the run that is no stage does and excludes, such as the data.
+
+    Args:
+        setting: the setting, as errors name it.
+        does: its effects on rounds.
+        excludes: effects of others that it doesn't go together with.
+    """
+
+    setting: str
+    does: Declared = NOTHING
+    excludes: Declared = NOTHING
+
+
+class Stage:
+    """A part that a setting adds to rounds, or a callback of the user's own (`FederatedCallback`).
+
+    A round chooses clients, sends each its payload, trains them, takes their updates, and aggregates these. A stage may
+    decide who takes part (`plan`), and change what goes down (`send`), what comes up (`upload`), what the server takes
+    (`collect`), and what it aggregates (`deliver`). The federation calls each hook of the trainer's settings first, and
+    then of its callbacks, in their order.
+
+    Two stages go together unless one `excludes` what the other `does`. The effects of this package's own stages are
+    ``sums`` (the server learns sums alone), ``edits`` (changes single updates at the server), ``parts`` (clients send
+    parts of their updates), ``chooses`` (leaves updates out by clients' samples), ``asks`` (asks clients about their
+    training samples), ``moves`` (samples move between clients), ``turns`` (clients train in turns), ``clock`` (a
+    simulated clock), ``stale`` (updates are of earlier models), ``sites`` (clients are at sites), ``pools`` (one client
+    trains on all samples), ``continues`` (local epochs go on from round to round), ``any number`` (cohorts of any
+    size), and ``sample level``, ``update
+    level`` and ``sum level``: noise in gradients of samples, in updates, and in their sum.
+    """
+
+    does: Declared = NOTHING
+    """Effects on rounds, with words for each: a predicate, such as ``{"sums": "hides single updates"}``."""
+    excludes: Declared = NOTHING
+    """Effects of others that it doesn't go together with, with the reason: a predicate."""
+    publishable: tuple[str, ...] = ()
+    """Name patterns of the record's columns under its privacy guarantee; empty without a guarantee."""
+    reads_updates: bool = False
+    """Whether it looks at clients' own updates, so that every rank of ``trainer.client_states=rank`` gets each of them
+    and not sums alone."""
+
+    @property
+    def setting(self) -> str:
+        """The setting, as errors name it."""
+        return f"trainer.callbacks={type(self).__name__}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, such as a budget: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a checkpoint's `state_dict`."""
+
+    def check_options(self, options: "FederationOptions") -> None:
+        """Refuse other settings of the trainer.
+
+        Args:
+            options: the settings.
+
+        Raises:
+            MisconfigurationException: if one doesn't go together with this.
+        """
+
+    def check_size(self, size: int, num_clients: int) -> None:
+        """Refuse a size of rounds.
+
+        Args:
+            size: clients of a round, by ``trainer.clients_per_round``.
+            num_clients: number of clients.
+
+        Raises:
+            MisconfigurationException: if it doesn't fit.
+        """
+
+    def updates(self, size: int) -> int:
+        """Return the number of updates for which a round waits.
+
+        Args:
+            size: clients of a round, by ``trainer.clients_per_round``.
+        """
+        return size
+
+    def check_data(self, client: "ClientModule", data: "FederatedDataModule") -> None:
+        """Refuse data or a net.
+
+        Args:
+            client: a client module.
+            data: the clients' data.
+
+        Raises:
+            MisconfigurationException: if they don't fit.
+        """
+
+    def work(
+        self, work: "LocalWork", modules: "Sequence[ClientModule]", data: "FederatedDataModule", trainer: Trainer
+    ) -> "LocalWork":
+        """Return the settings of clients' local training, with what the stage changes in them.
+
+        Args:
+            work: the settings.
+            modules: the client modules, on their device.
+            data: the clients' data.
+            trainer: the Trainer, for precision and rounds.
+        """
+        return work
+
+    def check(self, federation: "Federation") -> None:
+        """Refuse a federation for which it isn't made; called when client and aggregator are known.
+
+        Args:
+            federation: the federation, without data so far.
+
+        Raises:
+            MisconfigurationException: if it isn't made for it.
+        """
+
+    def begin(self, federation: "Federation") -> None:
+        """Start anew before the first round; on resume, the checkpoint's `state` follows.
+
+        Args:
+            federation: the federation, with data and seed.
+        """
+
+    def plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
+        """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
+
+        Args:
+            federation: the federation.
+            there: ids of the clients within reach.
+            size: clients to choose, by ``trainer.clients_per_round``.
+        """
+        return None
+
+    def send(self, federation: "Federation", job: "Job") -> "Job":
+        """Return a client's work, with a payload that is perhaps another one; its bytes are counted by the payload.
+
+        Args:
+            federation: the federation.
+            job: the client's work in the round.
+        """
+        return job
+
+    def upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
+        """Return what leaves the client after its training, such as a compressed update; called at the client.
+
+        Args:
+            outcome: the outcome of the training.
+            job: the client's work, with the received payload.
+            module: the client module of the client's architecture.
+        """
+        return outcome
+
+    def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: "Mapping[int, Outcome]") -> None:
+        """Count what a round's training has spent, before the server sees an update.
+
+        Args:
+            federation: the federation.
+            cohort: ids of the round's clients.
+            outcomes: of those that answered.
+
+        Raises:
+            MisconfigurationException: if it is more than there is.
+        """
+
+    def collect(
+        self, federation: "Federation", cohort: Sequence[int], outcomes: "dict[int, Outcome]"
+    ) -> "dict[int, Outcome]":
+        """Return what the server learns of a round's outcomes, such as sums in place of updates.
+
+        Args:
+            federation: the federation.
+            cohort: ids of the round's clients.
+            outcomes: of those that answered.
+        """
+        return outcomes
+
+    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+        """Return the updates for the aggregator.
+
+        Args:
+            federation: the federation; columns of the round's row go into ``federation.metrics``.
+            plan: of the round.
+            updates: those that are sound, by client id.
+        """
+        return updates
+
+    def end(self, federation: "Federation") -> None:
+        """Keep what the round has changed; called once its updates are aggregated."""
+
+    def count_lost(self, federation: "Federation", cohorts: Sequence[Sequence[int]]) -> None:
+        """Count rounds that the checkpoint lacks, but whose models others may have seen.
+
+        Args:
+            federation: the federation.
+            cohorts: the clients of each of these rounds.
+        """
+
+    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+        """Return the privacy guarantee of the rounds so far.
+
+        Args:
+            federation: the federation.
+            told: the aggregator's; empty without one.
+        """
+        return told
+
+    def without_updates(self) -> list[str]:
+        """Return settings that may keep all updates from coming, with their values, for a warning."""
+        return []
+
+    def of_client(self, federation: "Federation", client: int) -> dict[str, float]:
+        """Return columns of a client's row in ``clients.csv``, such as its epsilon.
+
+        Args:
+            federation: the federation.
+            client: the client's id.
+        """
+        return {}
+
+
+def refuse_pairs(parts: Iterable[Declares]) -> None:
+    """Refuse parts of a run of which one excludes what another does.
+
+    Args:
+        parts: the parts.
+
+    Raises:
+        MisconfigurationException: if there are two such parts.
+    """
+    parts = list(parts)
+    for part in parts:
+        for effect in part.excludes:
+            for other in parts:
+                if other is not part and effect in other.does:
+                    raise MisconfigurationException(clash(other, part, effect))
+
+
+def clash(doer: Declares, excluder: Declares, effect: str) -> str:
+    """Return the sentence about two parts that don't go together.
+
+    >>> sums = Part("trainer.secure_sum", does={"sums": "hides single updates"})
+    >>> clash(sums, Part("trainer.callbacks=SignFlip", excludes={"sums": "changes them"}), "sums")
+    'trainer.secure_sum hides single updates, and trainer.callbacks=SignFlip changes them; leave one of the two out.'
+
+    Args:
+        doer: has the effect.
+        excluder: excludes it; its reason may end in a remedy of its own, behind a semicolon.
+        effect: the effect.
+    """
+    reason = excluder.excludes[effect]
+    remedy = "" if ";" in reason else "; leave one of the two out"
+    return f"{doer.setting} {doer.does[effect]}, and {excluder.setting} {reason}{remedy}."
