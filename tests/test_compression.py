@@ -317,7 +317,7 @@ def test_updates_are_counted_by_what_travelled_and_not_by_what_was_restored():
     run = fit(make_client(), compression=TopK(0.1), max_rounds=1)
     job = run.federation.job(0)
     outcome = next(iter(run.federation.engines[0].run([job])))
-    compressed = TopK(0.1).upload(outcome, job, run.federation.client)
+    compressed = TopK(0.1).on_upload(outcome, job, run.federation.client)
     assert num_bytes(compressed.update["weights"]) == num_bytes(compressed.update["weights"].travelled)
     assert num_bytes(dict(compressed.update["weights"])) == num_bytes(outcome.update["weights"])
     assert np.isfinite(num_bytes(compressed.update))
@@ -357,5 +357,5 @@ def test_a_guarantee_bounds_what_the_page_s_class_restores():
 
 
 def test_secure_sums_refuse_the_page_s_class():
-    with pytest.raises(MisconfigurationException, match=r"trainer\.compression=FourBits.*secure_sum"):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.secure_sum.*trainer\.compression=FourBits"):
         fit(make_client(), compression=of_the_page(), secure_sum=SecureSum())

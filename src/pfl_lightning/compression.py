@@ -76,12 +76,12 @@ class Compression(Stage):
                 "FedAvg."
             )
 
-    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
         """Return the updates with weights in plain dicts, as servers may keep them in their state."""
         return {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
 
     @torch.no_grad()
-    def upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
+    def on_upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
         """Return a client's outcome with compressed weights, and with the residual in the state.
 
         Args:

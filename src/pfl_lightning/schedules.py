@@ -163,7 +163,7 @@ class Schedule(Stage):
         if federation.is_fitting and not data.redivides:
             self.check_timeout(((k, samples_of(federation, k)) for k in range(clients)), data.client_label)
 
-    def plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan:
+    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan:
         """Return the course of a round, and count the payloads that travel."""
         copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -184,7 +184,7 @@ class Schedule(Stage):
             federation.further_bytes[0] += sum(num_bytes(federation.job(client).travelling) for client in absent)
         return plan
 
-    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
         """Return the updates, with the entry ``arrival`` for servers that read it, and record the clock."""
         stale = {k: federation.round - plan.sent[k]["round"] if plan.sent else 0 for k in updates}
         federation.metrics[SIMULATED] = self._course.seconds

@@ -28,10 +28,9 @@ from federations import (
 )
 from pfl_lightning.callbacks import CanaryAudit
 from pfl_lightning.data import Samples
-from pfl_lightning.engines import examples
 from pfl_lightning.methods import Ditto, FedAvg, FedPer, Local
 from pfl_lightning.nets import Net
-from pfl_lightning.privacy import DPSGD, DPAverage, dp_average
+from pfl_lightning.privacy import DPSGD, DPAverage, dp_average, example_steps
 from pfl_lightning.selection import Poisson
 
 FEATURES = 64
@@ -105,7 +104,7 @@ def test_the_bound_for_clients_is_within_the_claim_and_without_clipping_above_it
 def test_the_bound_for_samples_is_within_the_claim_and_without_clipping_above_it(engine, monkeypatch):
     bound, claim = found(of_samples(2.0, engine=engine))
     assert 0 <= bound < claim
-    monkeypatch.setattr(examples.ExampleGradients, "_bounded", unbounded)
+    monkeypatch.setattr(example_steps.ExampleGradients, "_bounded", unbounded)
     bound, claim = found(of_samples(2.0, engine=engine))
     assert bound > claim
 

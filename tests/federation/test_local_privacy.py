@@ -169,7 +169,9 @@ def test_each_client_spends_by_the_rounds_that_it_was_in(tmp_path):
     told = run.federation.privacy()
     assert told["epsilon"] == 4.0 * max(rounds.values()) and told["delta"] == 0.0 and told["unit"] == "client"
     assert [row["privacy/epsilon"] for row in run.rows][-1] == told["epsilon"]
-    assert load(run.last)["federation"]["local_epsilon"] == {k: 4.0 * n for k, n in rounds.items() if n}
+    assert load(run.last)["federation"]["stages"]["local_privacy"]["spent"] == {
+        k: 4.0 * n for k, n in rounds.items() if n
+    }
 
 
 # what Apple's pfl 0.6.0 composes: ApproximatePrivacyLossBound(0.7, 0.0).apply_multiple_times(25) of
@@ -200,10 +202,10 @@ def test_a_resumed_run_counts_on_and_lost_secure_rounds_too(tmp_path):
 
 
 REFUSED = [
-    (lambda: make_client(), {"aggregator": DPAverage(1.0)}, "aggregator=DPAverage their sum"),
-    (lambda: make_client(), {"example_privacy": DPSGD(1.0)}, r"trainer\.example_privacy .* leave it out"),
-    (lambda: make_client(), {"secure_sum": SecureSum()}, r"trainer\.secure_sum .* leave it out"),
-    (lambda: make_client(), {"compression": TopK(0.5)}, r"trainer\.compression .* leave it out"),
+    (lambda: make_client(), {"aggregator": DPAverage(1.0)}, r"aggregator=DPAverage .* trainer\.local_privacy"),
+    (lambda: make_client(), {"example_privacy": DPSGD(1.0)}, r"trainer\.example_privacy.* trainer\.local_privacy"),
+    (lambda: make_client(), {"secure_sum": SecureSum()}, r"trainer\.secure_sum.* trainer\.local_privacy"),
+    (lambda: make_client(), {"compression": TopK(0.5)}, r"trainer\.compression.* trainer\.local_privacy"),
     (lambda: make_client(), {"schedule": Synchronous()}, r"trainer\.schedule=Synchronous .* trainer\.local_privacy"),
     (lambda: make_client(), {"cohort": PowerOfChoice(candidates=3)}, r"trainer\.cohort=PowerOfChoice .* take Uniform"),
     (lambda: make_client(), {"cohort": Oort()}, r"trainer\.cohort=Oort .* take Uniform"),
@@ -213,7 +215,7 @@ REFUSED = [
     (lambda: make_client(Local), {}, "sends nothing"),
     (lambda: make_client(net=noisy), {}, r"model\.buffers='average'.* take model\.buffers=local"),
     (lambda: make_client(), {"callbacks": [CanaryAudit(canaries=20)]}, "CanaryAudit sends updates of its own"),
-    (lambda: make_client(), {"local_privacy": 3}, r"local_privacy=3 noises nothing"),
+    (lambda: make_client(), {"local_privacy": 3}, r"local_privacy=3 .* PrivUnit"),
 ]
 
 

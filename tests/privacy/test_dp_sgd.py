@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
-from pfl_lightning.engines.examples import Draws, ExampleGradients, noised
 from scipy.stats import chi2
 from torch import nn
 from torch.nn import functional as F
@@ -36,10 +35,9 @@ from pfl_lightning.aggregators import SCAFFOLD, FedAWA, FedDisco, FedLAW, FedNH
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client import Phase
 from pfl_lightning.data import Natural, Samples, TensorData
-from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised, sequential
+from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.engines.base import LocalWork
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.vmap import private
 from pfl_lightning.methods import (
     MOON,
     ControlVariates,
@@ -56,8 +54,9 @@ from pfl_lightning.methods import (
     NormalizedHead,
 )
 from pfl_lightning.nets import Net
-from pfl_lightning.privacy import DPSGD, DPAverage, Release, epsilon
+from pfl_lightning.privacy import DPSGD, DPAverage, Release, dp_sgd, epsilon, example_blocks
 from pfl_lightning.privacy.accountant import gaussian_delta, has_pld, within
+from pfl_lightning.privacy.example_steps import Draws, ExampleGradients, noised
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import PowerOfChoice
 from pfl_lightning.tasks import Classification
@@ -165,7 +164,7 @@ def test_a_further_sample_moves_the_sum_by_the_bound_at_most_in_each_precision(e
         found.extend(torch.cat([sums[name].double().reshape(rows, -1) for name in sorted(sums)], -1))
         return noised(sums, *others)
 
-    monkeypatch.setattr(sequential if engine is Sequential else private, "noised", spied)
+    monkeypatch.setattr(dp_sgd if engine is Sequential else example_blocks, "noised", spied)
     clip = 0.3
     fit(
         make_client(), neighbours(count), engine=engine, precision=precision, local_steps=1, max_rounds=1,
@@ -752,11 +751,11 @@ def test_what_tells_of_samples_beside_weights_is_refused():
     refused("class_counts, which model=FedAvg sends", aggregator=FedAWA(init="disco"))
     refused("FedLAW .*example_level = True", aggregator=FedLAW())
     refused("sends nothing, so there is nothing to protect", make_client(Local))
-    refused("chooses clients by what their training tells", cohort=PowerOfChoice(3), clients_per_round=2)
+    refused("asks clients", cohort=PowerOfChoice(3), clients_per_round=2)
 
 
 def test_what_does_not_go_with_it_is_refused():
-    refused("privacy of different units", aggregator=DPAverage(noise_multiplier=1.0))
+    refused("another unit", aggregator=DPAverage(noise_multiplier=1.0))
     refused("has BatchNorm, where samples meet", make_client(net=noisy))
     refused("gradient_clip_val=1.0 clips what", gradient_clip_val=1.0)
     refused("compile=true compiles steps of whole batches", compile=True, engine="vectorised")

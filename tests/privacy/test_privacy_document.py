@@ -8,9 +8,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning.aggregators import WeightedAverage
-from pfl_lightning.contract.guarantee import check_example_level, check_local, unfit
+from pfl_lightning.contract.guarantee import unfit
 from pfl_lightning.methods.registry import METHODS
-from pfl_lightning.selection import Uniform
+from pfl_lightning.privacy.dp_sgd import check_example_level
+from pfl_lightning.privacy.local_noise import check_local
 from test_documents import shown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
@@ -47,7 +48,7 @@ def test_it_names_the_methods_that_are_fit_for_single_samples():
         with isolate_rng():
             client = method.client()
         with suppress(MisconfigurationException):
-            check_example_level(client, method.new_aggregator(), Uniform())
+            check_example_level(client, method.new_aggregator())
             fit.append(method.name)
     listed = PAGE[PAGE.index("Fit for it:") + 11 : PAGE.index("<!-- end -->")]
     assert listed.strip().rstrip(".").replace("\n", " ").split(", ") == fit
@@ -59,7 +60,7 @@ def test_it_names_the_methods_that_are_fit_for_noise_at_sites():
         with isolate_rng():
             client = method.client()
         with suppress(MisconfigurationException):
-            check_local(client, method.new_aggregator(), Uniform())
+            check_local(client, method.new_aggregator())
             fit.append(method.name)
     begin, end = (PAGE.index(f"<!-- {words} noise at sites -->") for words in ("fit for", "end of"))
     listed = PAGE[begin:end].partition("-->")[2]

@@ -7,7 +7,7 @@ import pytest
 
 from command import QUIET, pfl
 from federations import Spy, blobs, fit, make_client, read_csv
-from pfl_lightning import selection
+from pfl_lightning import schedules, selection
 from pfl_lightning.schedules import Asynchronous, Schedule, Synchronous
 from pfl_lightning.selection import Selection
 from pfl_lightning.settings import parameters_of
@@ -50,9 +50,9 @@ def test_a_table_of_clients_that_come_and_go(tmp_path, monkeypatch):
 
 def test_all_choices_are_in_its_table():
     choices, _, clock = PAGE.partition("## On a clock of devices")
-    for part, kind in ((choices, Selection), (clock, Schedule)):
+    for part, kind, room in ((choices, Selection, selection), (clock, Schedule, schedules)):
         named = set(re.findall(r"^\| \[?`(\w+)`", part, re.MULTILINE)) - {"aggregator", "FedBuff", "FedAsync"}
-        there = {name for name, value in vars(selection).items() if isinstance(value, type) and issubclass(value, kind)}
+        there = {name for name, value in vars(room).items() if isinstance(value, type) and issubclass(value, kind)}
         assert named == there - {kind.__name__}
 
 

@@ -9,11 +9,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import fit
-from pfl_lightning.contract.guarantee import check_example_level
 from pfl_lightning.data import Samples
 from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, metrics_of
 from pfl_lightning.methods import FedAvg
-from pfl_lightning.selection import Uniform
+from pfl_lightning.privacy.dp_sgd import check_example_level
 from pfl_lightning.tasks import Survival, survival
 from pfl_lightning.tasks.plain import made, plain
 from tasks_and_data import OfKind, client_of, drawn, kinds, labels
@@ -200,7 +199,7 @@ def test_targets_without_times_and_events_are_refused(target, named):
 def test_private_steps_need_a_loss_of_each_sample():
     client = client_of(kinds()["Survival"], FedAvg)
     with pytest.raises(MisconfigurationException, match=r"task Survival.*discrete|bins"):
-        check_example_level(client, client.configure_aggregator(), Uniform())
+        check_example_level(client, client.configure_aggregator())
 
 
 def test_the_gradient_of_an_event_far_above_all_others_at_risk_is_no_rounding():

@@ -159,13 +159,13 @@ class Federation(LightningModule):
         check_finite(client, self.aggregator)
         check_guarantee(client, self.aggregator, options.min_clients)
         refuse_pairs([*options.parts, *self._parts()])
-        check_pair(client, self.aggregator)
-        check_requirements(client, self.aggregator)
-        check_tells(client, options.cohort)
         for module in self.client_modules:
             module.settle_common()
         for stage in options.stages.values():
             stage.check(self)
+        check_pair(client, self.aggregator)
+        check_requirements(client, self.aggregator)
+        check_tells(client, options.cohort)
         for module in self.client_modules:
             check_tied(module)
             check_split(module)
@@ -312,7 +312,7 @@ class Federation(LightningModule):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
         callbacks = self.stages[len(self.options.stages) :]
-        if self.is_deployed and (acts := [each for each in callbacks if type(each).upload is not Stage.upload]):
+        if self.is_deployed and (acts := [each for each in callbacks if type(each).on_upload is not Stage.on_upload]):
             raise MisconfigurationException(
                 f"{acts[0].setting} changes updates at clients, which are at sites, and would run here; give a "
                 "trainer.compression, which sites have as well."
@@ -495,7 +495,7 @@ class Federation(LightningModule):
         )
         self._remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
-        for stage in self.stages:
+        for stage in self.options.stages.values():
             stage.begin(self)
         self._keep_storable()
 
@@ -701,10 +701,10 @@ class Federation(LightningModule):
                             handed = {"weights": outcome.update["weights"]}
                     outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
-        for stage in self._with("spend"):
+        for stage in self.options.stages.values():
             stage.spend(self, cohort, outcomes)
-        for stage in self._with("collect") if cohort else ():
-            outcomes = stage.collect(self, cohort, outcomes)
+        for stage in self._with("on_collect") if cohort else ():
+            outcomes = stage.on_collect(self, cohort, outcomes)
         absent = sorted(away | set(cohort) - outcomes.keys())
         if self._tells_absent:
             self.metrics["absent"] = " ".join(map(str, absent))
@@ -730,7 +730,7 @@ class Federation(LightningModule):
         # whoever looks at single updates needs all of them; and where clients may miss, the mean of those that answer
         # has the bits of a round without the others, which a sum that expects all can't give
         may_miss = any(engine.may_miss_clients for engine in self.engines)
-        if may_miss or self._with("collect") or self._listeners("on_aggregate_start"):
+        if may_miss or self._with("on_collect") or self._listeners("on_aggregate_start"):
             return None
         return Arrivals(self.aggregator, lambda: self.sizes(clients, "train"), lambda: self._shared_now)
 
@@ -749,20 +749,20 @@ class Federation(LightningModule):
         changed = any_changed(
             self.client_modules, self.initial, self._shared, now, updates, self.clients, self.architecture_of
         )
-        without = [reason for stage in self.stages for reason in stage.without_updates()]
+        without = [reason for stage in self.options.stages.values() for reason in stage.without_updates()]
         self._first_rounds.warn(without, self.options.min_clients, changed)
 
     def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
         """Return a client's outcome with the update that leaves the client, such as a compressed one."""
         module = self.client_modules[self.architecture_of(outcome.client)]
-        for stage in self._with("upload"):
-            outcome = stage.upload(outcome, job, module)
+        for stage in self._with("on_upload"):
+            outcome = stage.on_upload(outcome, job, module)
         return outcome
 
     @property
     def _tells_absent(self) -> bool:
         """True if rounds may lack clients of their cohort, so that the record names these."""
-        return self.data.at_sites or bool(self._with("plan"))
+        return self.data.at_sites or bool(self._with("on_plan"))
 
     def _plan(self, clients: Sequence[int], there: Sequence[int], size: int) -> Plan:
         """Return the course of the round: unless a stage has another plan, the updates of the whole cohort arrive.
@@ -772,8 +772,8 @@ class Federation(LightningModule):
             there: ids of the clients within reach.
             size: the number of clients to choose.
         """
-        for stage in self._with("plan"):
-            if (plan := stage.plan(self, there, size)) is not None:
+        for stage in self._with("on_plan"):
+            if (plan := stage.on_plan(self, there, size)) is not None:
                 return plan
         if self._drawn[0] == self.round:
             cohort = self._drawn[1]
@@ -886,7 +886,7 @@ class Federation(LightningModule):
             cohorts: the clients of each of these rounds.
         """
         self.aggregator.count_lost(len(cohorts))
-        for stage in self.stages:
+        for stage in self.options.stages.values():
             stage.count_lost(self, cohorts)
 
     @property
@@ -903,9 +903,9 @@ class Federation(LightningModule):
             sent_before: records of payloads that are counted already, by client id, as in `Plan.sent`.
         """
         listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
-        pools, senders = self.client.pools, self._with("send")
+        pools, senders = self.client.pools, self._with("on_send")
         # sites do so themselves
-        changes = bool(self._with("upload")) and not self.data.at_sites
+        changes = bool(self._with("on_upload")) and not self.data.at_sites
         known: dict[str, Any] | None = None
         size = 0
         for client in clients:
@@ -920,7 +920,7 @@ class Federation(LightningModule):
             if pools:
                 job = job._replace(data=self.data.pooled(client))
             for stage in senders:
-                job = stage.send(self, job)
+                job = stage.on_send(self, job)
             sent = job.travelling
             # Most methods send every client the same tensors; check and measure them once.
             if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
@@ -984,8 +984,8 @@ class Federation(LightningModule):
     def _aggregate(self, taken: dict[int, Outcome], plan: Plan) -> None:
         """Aggregate the updates, and commit the new client states."""
         updates = {client: outcome.update for client, outcome in taken.items()}
-        for stage in self._with("deliver"):
-            updates = stage.deliver(self, plan, updates)
+        for stage in self._with("on_deliver"):
+            updates = stage.on_deliver(self, plan, updates)
         self.call("on_aggregate_start", updates)
         start, splits_after = time.perf_counter(), self.options.splits_after
         # Changes since the last aggregation are due to these hooks, which evaluations call too.
@@ -1013,7 +1013,7 @@ class Federation(LightningModule):
             if splits_after:
                 self.evaluations.after[client] = outcome.after
         self._remember(taken, plan.took)
-        for stage in self.stages:
+        for stage in self.options.stages.values():
             stage.end(self)
         self._keep_storable()
         sent, told = self.further_bytes
@@ -1031,18 +1031,23 @@ class Federation(LightningModule):
             final: whether to add the tighter bound, which takes longer to compute.
         """
         statement = self.aggregator.privacy(final)
-        for stage in self.stages:
+        for stage in self.options.stages.values():
             statement = stage.statement(self, statement)
         return statement
 
     @property
     def publishable(self) -> tuple[str, ...]:
         """Name patterns of the record's columns under the privacy guarantee; empty without a guarantee."""
-        return next((stage.publishable for stage in self.stages if stage.publishable), self.aggregator.publishable)
+        stages = self.options.stages.values()
+        return next((stage.publishable for stage in stages if stage.publishable), self.aggregator.publishable)
 
     def privacy_of(self, client: int) -> dict[str, float]:
         """Return a client's ``epsilon``, where the guarantee is of each client by itself."""
-        return {name: value for stage in self.stages for name, value in stage.of_client(self, client).items()}
+        return {
+            name: value
+            for stage in self.options.stages.values()
+            for name, value in stage.of_client(self, client).items()
+        }
 
     # Evaluation
 

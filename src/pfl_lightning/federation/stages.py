@@ -74,9 +74,9 @@ class Stage:
     """A part that a setting adds to rounds, or a callback of the user's own (`FederatedCallback`).
 
     A round chooses clients, sends each its payload, trains them, takes their updates, and aggregates these. A stage may
-    decide who takes part (`plan`), and change what goes down (`send`), what comes up (`upload`), what the server takes
-    (`collect`), and what it aggregates (`deliver`). The federation calls each hook of the trainer's settings first, and
-    then of its callbacks, in their order.
+    decide who takes part (`on_plan`), and change what goes down (`on_send`), what comes up (`on_upload`), what the
+    server takes (`on_collect`), and what it aggregates (`on_deliver`). The federation calls these hooks of the
+    Trainer's settings first, and then of its callbacks, in their order; all other hooks are of settings alone.
 
     Two stages go together unless one `excludes` what the other `does`. The effects of this package's own stages are
     ``sums`` (the server learns sums alone), ``edits`` (changes single updates at the server), ``parts`` (clients send
@@ -180,7 +180,7 @@ class Stage:
             federation: the federation, with data and seed.
         """
 
-    def plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
+    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
         """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
 
         Args:
@@ -190,7 +190,7 @@ class Stage:
         """
         return None
 
-    def send(self, federation: "Federation", job: "Job") -> "Job":
+    def on_send(self, federation: "Federation", job: "Job") -> "Job":
         """Return a client's work, with a payload that is perhaps another one; its bytes are counted by the payload.
 
         Args:
@@ -199,7 +199,7 @@ class Stage:
         """
         return job
 
-    def upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
+    def on_upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
         """Return what leaves the client after its training, such as a compressed update; called at the client.
 
         Args:
@@ -221,7 +221,7 @@ class Stage:
             MisconfigurationException: if it is more than there is.
         """
 
-    def collect(
+    def on_collect(
         self, federation: "Federation", cohort: Sequence[int], outcomes: "dict[int, Outcome]"
     ) -> "dict[int, Outcome]":
         """Return what the server learns of a round's outcomes, such as sums in place of updates.
@@ -233,7 +233,7 @@ class Stage:
         """
         return outcomes
 
-    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
         """Return the updates for the aggregator.
 
         Args:

@@ -304,7 +304,7 @@ class Worker:
         client, name, sent = job.client, "", {}
         live = row["live"].split()
         for stage in self.trainer.rounds.stages.values():
-            outcome = stage.upload(outcome, job, self.modules[row["architecture"]])
+            outcome = stage.on_upload(outcome, job, self.modules[row["architecture"]])
         # engines know nothing of entries that travel once, such as public samples
         state = replace(outcome.state, once=job.state.once)
         if outcome.finite:

@@ -151,7 +151,7 @@ class LocalPrivacy(Stage):
         """Begin with nothing spent."""
         self._spent = {}
 
-    def upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
+    def on_upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
         """Return the outcome with noised weights, and without metrics of the training."""
         return noised(outcome, job, module, self)
 

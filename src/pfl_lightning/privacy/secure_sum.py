@@ -129,11 +129,11 @@ class SecureSum(Stage):
         """Refuse rounds of one client."""
         if size < 2:
             raise MisconfigurationException(
-                f"trainer.clients_per_round of data.num_clients={num_clients} is one client, whose update would be "
-                f"the whole of {OWNER}; take at least 2, or better more."
+                f"trainer.clients_per_round={size} of data.num_clients={num_clients} is one client, whose update would "
+                f"be the whole of {OWNER}; take at least 2, or better more."
             )
 
-    def collect(
+    def on_collect(
         self, federation: "Federation", cohort: Sequence[int], outcomes: dict[int, Outcome]
     ) -> dict[int, Outcome]:
         """Return the outcomes with the mean in place of each update, as a deployment's server gets it.
@@ -173,7 +173,7 @@ class SecureSum(Stage):
         self._row["time/secure_sum"] = time.perf_counter() - start
         return taken
 
-    def deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
         """Return the updates, and record the bytes of keys, shares and vectors in place of updates' own."""
         row = federation.metrics
         row |= self._row | {"bytes/down": row["bytes/down"] + self._row.get("bytes/down", 0)}
