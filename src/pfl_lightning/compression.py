@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.federation.stages import Plan, Stage
+from pfl_lightning.federation.stages import ConfiguredStage, Plan
 from pfl_lightning.messages import Message, Restored, StateDict, Updates, promoted
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Packed = dict[str, Any]
 """Weights as they travel, by name: a record of tensors for a parameter, and any other entry as it is."""
 
 
-class Compression(Stage):
+class Compression(ConfiguredStage):
     r"""Compresses the change of each parameter in a client's update, and keeps the error for the next round.
 
     .. math::

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
-from pfl_lightning.federation.stages import Plan, Stage
+from pfl_lightning.federation.stages import ConfiguredStage, Plan
 from pfl_lightning.messages import Updates, num_bytes, tree_map
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
@@ -76,7 +76,7 @@ class SpeedSettings(TypedDict, total=False):
     timeout: float | None
 
 
-class Schedule(Stage):
+class Schedule(ConfiguredStage):
     """Base class of schedules, with the speeds of clients' devices.
 
     A client's training takes its delay, and its seconds per sample times the samples of all local passes:

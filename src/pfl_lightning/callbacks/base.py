@@ -28,9 +28,7 @@ class FederatedCallback(Callback, Stage):
     """Lightning's `Callback` with further hooks for a round and for a run's end, listed in the order of their calls.
 
     It is a `Stage` as well: it may decide who takes part (`on_plan`), and change what goes down (`on_send`), what comes
-    up (`on_upload`), and what the server takes (`on_collect`) and aggregates (`on_deliver`). Stages' other hooks are
-    called on the Trainer's settings alone: a callback checks and begins in Lightning's hooks, and its memory is in
-    Lightning's ``state_dict``.
+    up (`on_upload`), and what the server takes (`on_collect`) and aggregates (`on_deliver`).
 
     An epoch is a round, so Lightning's own epoch hooks are called once per round. A plain `Callback` works too: a
     method with a name from below is called on any callback.

@@ -124,7 +124,8 @@ class Federation(LightningModule):
         self.architectures = nn.ModuleList(client.architectures())
         self.aggregator = aggregator if aggregator is not None else client.configure_aggregator()
         # of its own, as stages keep what they have counted, and a setting may serve several federations
-        self.options = options = replace(options, **deepcopy(options.stages))
+        copies: dict[str, Any] = deepcopy(options.stages)
+        self.options = options = replace(options, **copies)
         self.round = 0
         self.lr_factor = self._first_factor = 1.0
         self.seed: int | None = None
@@ -701,8 +702,8 @@ class Federation(LightningModule):
                             handed = {"weights": outcome.update["weights"]}
                     outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
         self.metrics["time/train"] = time.perf_counter() - start + choosing
-        for stage in self.options.stages.values():
-            stage.spend(self, cohort, outcomes)
+        for setting in self.options.stages.values():
+            setting.spend(self, cohort, outcomes)
         for stage in self._with("on_collect") if cohort else ():
             outcomes = stage.on_collect(self, cohort, outcomes)
         absent = sorted(away | set(cohort) - outcomes.keys())

@@ -17,7 +17,7 @@ from pfl_lightning.data.batches import Limit
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.engines import ENGINES, Engine, EngineMaker, LocalWork, Sharded, Vectorised
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
-from pfl_lightning.federation.stages import Declares, Part, Stage, refuse_pairs
+from pfl_lightning.federation.stages import ConfiguredStage, Declares, Part, refuse_pairs
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.selection import Poisson, Sampling, Selection, Uniform
@@ -106,7 +106,7 @@ class FederationOptions:
                 "such as Uniform()."
             )
         for name, example in STAGES.items():
-            if (stage := getattr(self, name)) is not None and not isinstance(stage, Stage):
+            if (stage := getattr(self, name)) is not None and not isinstance(stage, ConfiguredStage):
                 raise MisconfigurationException(
                     f"trainer.{name}={stage!r} is none; give an instance, such as {example}."
                 )
@@ -154,7 +154,7 @@ class FederationOptions:
         )
 
     @property
-    def stages(self) -> dict[str, Stage]:
+    def stages(self) -> dict[str, ConfiguredStage]:
         """The stages of a round that settings add, by the setting's name, in the order of their calls."""
         found = {name: getattr(self, name) for name in STAGES}
         return {name: stage for name, stage in found.items() if stage is not None}

@@ -71,12 +71,12 @@ class Part(NamedTuple):
 
 
 class Stage:
-    """A part that a setting adds to rounds, or a callback of the user's own (`FederatedCallback`).
+    """A part that a setting (`ConfiguredStage`) or a callback of the user's own (`FederatedCallback`) adds to rounds.
 
     A round chooses clients, sends each its payload, trains them, takes their updates, and aggregates these. A stage may
     decide who takes part (`on_plan`), and change what goes down (`on_send`), what comes up (`on_upload`), what the
     server takes (`on_collect`), and what it aggregates (`on_deliver`). The federation calls these hooks of the
-    Trainer's settings first, and then of its callbacks, in their order; all other hooks are of settings alone.
+    Trainer's settings first, and then of its callbacks, in their order.
 
     Two stages go together unless one `excludes` what the other `does`. The effects of this package's own stages are
     ``sums`` (the server learns sums alone), ``edits`` (changes single updates at the server), ``parts`` (clients send
@@ -84,16 +84,14 @@ class Stage:
     training samples), ``moves`` (samples move between clients), ``turns`` (clients train in turns), ``clock`` (a
     simulated clock), ``stale`` (updates are of earlier models), ``sites`` (clients are at sites), ``pools`` (one client
     trains on all samples), ``continues`` (local epochs go on from round to round), ``any number`` (cohorts of any
-    size), and ``sample level``, ``update
-    level`` and ``sum level``: noise in gradients of samples, in updates, and in their sum.
+    size), ``after`` (models are evaluated after clients' training), ``changes`` (samples change over the rounds), and
+    ``sample level``, ``update level`` and ``sum level``: noise in gradients of samples, in updates, and in their sum.
     """
 
     does: Declared = NOTHING
     """Effects on rounds, with words for each: a predicate, such as ``{"sums": "hides single updates"}``."""
     excludes: Declared = NOTHING
     """Effects of others that it doesn't go together with, with the reason: a predicate."""
-    publishable: tuple[str, ...] = ()
-    """Name patterns of the record's columns under its privacy guarantee; empty without a guarantee."""
     reads_updates: bool = False
     """Whether it looks at clients' own updates, so that every rank of ``trainer.client_states=rank`` gets each of them
     and not sums alone."""
@@ -102,6 +100,67 @@ class Stage:
     def setting(self) -> str:
         """The setting, as errors name it."""
         return f"trainer.callbacks={type(self).__name__}"
+
+    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
+        """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
+
+        Args:
+            federation: the federation.
+            there: ids of the clients within reach.
+            size: clients to choose, by ``trainer.clients_per_round``.
+        """
+        return None
+
+    def on_send(self, federation: "Federation", job: "Job") -> "Job":
+        """Return a client's work, with a payload that is perhaps another one; its bytes are counted by the payload.
+
+        Args:
+            federation: the federation.
+            job: the client's work in the round.
+        """
+        return job
+
+    def on_upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
+        """Return what leaves the client after its training, such as a compressed update; called at the client.
+
+        Args:
+            outcome: the outcome of the training.
+            job: the client's work, with the received payload.
+            module: the client module of the client's architecture.
+        """
+        return outcome
+
+    def on_collect(
+        self, federation: "Federation", cohort: Sequence[int], outcomes: "dict[int, Outcome]"
+    ) -> "dict[int, Outcome]":
+        """Return what the server learns of a round's outcomes, such as sums in place of updates.
+
+        Args:
+            federation: the federation.
+            cohort: ids of the round's clients.
+            outcomes: of those that answered.
+        """
+        return outcomes
+
+    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+        """Return the updates for the aggregator.
+
+        Args:
+            federation: the federation; columns of the round's row go into ``federation.metrics``.
+            plan: of the round.
+            updates: those that are sound, by client id.
+        """
+        return updates
+
+
+class ConfiguredStage(Stage):
+    """A stage that a setting of the Trainer adds: with checks before the first round, memory, and accounts of privacy.
+
+    Each federation has a copy of its own.
+    """
+
+    publishable: tuple[str, ...] = ()
+    """Name patterns of the record's columns under its privacy guarantee; empty without a guarantee."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, such as a budget: plain values and tensors."""
@@ -180,35 +239,6 @@ class Stage:
             federation: the federation, with data and seed.
         """
 
-    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
-        """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
-
-        Args:
-            federation: the federation.
-            there: ids of the clients within reach.
-            size: clients to choose, by ``trainer.clients_per_round``.
-        """
-        return None
-
-    def on_send(self, federation: "Federation", job: "Job") -> "Job":
-        """Return a client's work, with a payload that is perhaps another one; its bytes are counted by the payload.
-
-        Args:
-            federation: the federation.
-            job: the client's work in the round.
-        """
-        return job
-
-    def on_upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
-        """Return what leaves the client after its training, such as a compressed update; called at the client.
-
-        Args:
-            outcome: the outcome of the training.
-            job: the client's work, with the received payload.
-            module: the client module of the client's architecture.
-        """
-        return outcome
-
     def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: "Mapping[int, Outcome]") -> None:
         """Count what a round's training has spent, before the server sees an update.
 
@@ -220,28 +250,6 @@ class Stage:
         Raises:
             MisconfigurationException: if it is more than there is.
         """
-
-    def on_collect(
-        self, federation: "Federation", cohort: Sequence[int], outcomes: "dict[int, Outcome]"
-    ) -> "dict[int, Outcome]":
-        """Return what the server learns of a round's outcomes, such as sums in place of updates.
-
-        Args:
-            federation: the federation.
-            cohort: ids of the round's clients.
-            outcomes: of those that answered.
-        """
-        return outcomes
-
-    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
-        """Return the updates for the aggregator.
-
-        Args:
-            federation: the federation; columns of the round's row go into ``federation.metrics``.
-            plan: of the round.
-            updates: those that are sound, by client id.
-        """
-        return updates
 
     def end(self, federation: "Federation") -> None:
         """Keep what the round has changed; called once its updates are aggregated."""

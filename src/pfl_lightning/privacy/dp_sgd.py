@@ -30,7 +30,7 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import SharedAttributes
-from pfl_lightning.federation.stages import Stage
+from pfl_lightning.federation.stages import ConfiguredStage
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, check_range, least_noise, within
@@ -83,7 +83,7 @@ COUNTS = ", or add noise to the counts by example_privacy.counts_epsilon"
 
 
 @dataclass(frozen=True)
-class DPSGD(Stage):
+class DPSGD(ConfiguredStage):
     r"""Bounds each sample's gradient and adds Gaussian noise to their sum, in each step of a client's training.
 
     .. math::

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.federation.stages import Stage
+from pfl_lightning.federation.stages import ConfiguredStage
 from pfl_lightning.privacy.accountant import check_range
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE
 from pfl_lightning.privacy.local_noise import check_local, check_shared, noised
@@ -77,7 +77,7 @@ class Draws(NamedTuple):
         return self.below(1 << 64) < math.ceil(math.ldexp(probability, 64))
 
 
-class LocalPrivacy(Stage):
+class LocalPrivacy(ConfiguredStage):
     r"""Noises the change of each client's shared parameters, before anybody else sees it.
 
     Whatever a client's samples are, each possible upload of a round is at most :math:`e^{\epsilon_r}` times as likely

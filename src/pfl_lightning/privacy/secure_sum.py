@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.engines import Outcome
-from pfl_lightning.federation.stages import Plan, Stage
+from pfl_lightning.federation.stages import ConfiguredStage, Plan
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.privacy.noise import clipped, secure_normal, seeded_normal
 from pfl_lightning.settings import check_choices
@@ -45,7 +45,7 @@ class Unsummable(ValueError):
 
 
 @dataclass(frozen=True)
-class SecureSum(Stage):
+class SecureSum(ConfiguredStage):
     r"""Has the server learn sums over a round's clients alone: secure aggregation.
 
     Entries become whole numbers, :math:`\lfloor v \, n_k / n_{\max} \, 2^b \rceil`, which are summed modulo
