@@ -160,7 +160,7 @@ def test_shares_add_up_to_the_noise_that_is_accounted_for():
     secure = {"secure_sum": SecureSum(bits=24, honest=0.5), "max_rounds": 1}
     run = fit(make(), aggregator=DPAverage(noise_multiplier=2.0, clip=0.5, noise="seeded"), **secure)
     still = fit(make(), aggregator=DPAverage(noise_multiplier=0.0, clip=0.5), **secure)
-    apart = torch.cat([(run.weights[name] - still.weights[name]).flatten() for name in run.federation._shared])
+    apart = torch.cat([(run.weights[name] - still.weights[name]).flatten() for name in run.federation.shared])
     # two of four shares make z C = 1, and all four came: over four clients it is the root of two, divided by four
     assert abs(float(apart.std()) / (2**0.5 / 4) - 1) < 0.03
     row = run.rows[-1]

@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
-from pfl_lightning.aggregators.base import Aggregator, Server, check_buffers, checked_logs
+from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
@@ -45,7 +45,7 @@ from pfl_lightning.contract.pairing import (
 )
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
-from pfl_lightning.engines import ClientState, Engine, Job, Outcome, Sequential
+from pfl_lightning.engines import ClientState, Engine, Job, Sequential
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.evaluation import POOLED, own_values
 from pfl_lightning.engines.threads import threads_for
@@ -60,9 +60,9 @@ from pfl_lightning.federation.checkpoint import (
     subject,
     warn_of_rows,
 )
-from pfl_lightning.federation.evaluation import Evaluations, over_clients, undisturbed
+from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.learning import FirstRounds, any_changed
-from pfl_lightning.federation.messages import Arrivals, accepted, check_entries, check_payload
+from pfl_lightning.federation.messages import check_entries, check_payload
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
     Batch,
@@ -83,8 +83,9 @@ from pfl_lightning.federation.resuming import (
     rounds_of,
     settings_of,
 )
-from pfl_lightning.federation.stages import Declares, Part, Plan, Stage, refuse_pairs
-from pfl_lightning.messages import Message, StateDict, Updates, detached, is_finite, keep_own, num_bytes
+from pfl_lightning.federation.round import NUMBER_BYTES, Round
+from pfl_lightning.federation.stages import Declares, Part, Stage, refuse_pairs
+from pfl_lightning.messages import Message, StateDict, Updates, detached, num_bytes
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
@@ -94,8 +95,6 @@ from pfl_lightning.tasks.base import UNDEFINED
 
 WORTH_ADVICE = 10.0
 """Seconds of evaluation from which a line says how it would take less time."""
-NUMBER_BYTES = 8
-"""Bytes counted for a number that a client reports to the selection."""
 FEW = 100
 """Number of clients that the line advises to evaluate."""
 
@@ -152,7 +151,7 @@ class Federation(LightningModule):
         self._advised = False
         self._first_rounds = FirstRounds()
         self._welcomed: set[int] = set()
-        self._drawn: tuple[int, list[int]] = -1, []
+        self.drawn: tuple[int, list[int]] = -1, []
         self.joined: dict[str, Mapping[str, Any]] = {}
         """Trained models of clients that joined afterwards, by name, or by id in digits; see `kept_model`."""
         self.audit: dict[str, Any] = {}
@@ -190,7 +189,7 @@ class Federation(LightningModule):
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         return [*self.options.stages.values(), *(each for each in callbacks if isinstance(each, Stage))]
 
-    def _with(self, hook: str) -> list[Stage]:
+    def with_hook(self, hook: str) -> list[Stage]:
         """Return the stages with a hook of their own, as others would cost a call per client."""
         default = getattr(Stage, hook)
         return [stage for stage in self.stages if getattr(type(stage), hook) is not default]
@@ -279,7 +278,7 @@ class Federation(LightningModule):
         parts = list(parts_of(self.aggregator))
         by_samples = {"num_samples" in part.needs for part in parts}
         options = self.options
-        readers = [*self._listeners("on_client_fit_end"), *self._listeners("on_aggregate_start")]
+        readers = [*self.listeners("on_client_fit_end"), *self.listeners("on_aggregate_start")]
         if (
             not all(part.sums_only for part in parts)
             or len(by_samples) > 1
@@ -357,14 +356,12 @@ class Federation(LightningModule):
         self.initial = [personal_entries(module, state) for module, state in pairs]
         shared = [shared_entries(module, state) for module, state in pairs]
         check_common(self.client_modules, shared)
-        self._shared = shared[0]
-        # looked for once: a server without a model of its own may compute one, which other nets needn't wait for
-        self._batch_norm = any(name.endswith("running_var") for name in self._shared)
+        self.shared = shared[0]
         self._set_up_server(self.seed)
         self._say_if_stale()
         # A method whose server keeps no global model, such as Local, shows the initial weights in its place.
         whole = self.aggregator.global_model()
-        self.start = {name: tensor for name, tensor in self._shared.items() if name not in whole}
+        self.start = {name: tensor for name, tensor in self.shared.items() if name not in whole}
         self.clients = self._kept({})
         for client in self.data.newcomers:
             # Ask the server for new clients' payloads now: an aggregator without `welcome` is refused before the rounds
@@ -492,13 +489,13 @@ class Federation(LightningModule):
         summed = any("sums" in stage.does for stage in self.options.stages.values())
         self.seed = seed
         self.aggregator.setup(
-            Server(clients, self._shared, self.client, self.data, seed, known, sampling, self.is_deployed, summed)
+            Server(clients, self.shared, self.client, self.data, seed, known, sampling, self.is_deployed, summed)
         )
-        self._remembered = Remembered(self.aggregator, self.architectures)
+        self.remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))
         for stage in self.options.stages.values():
             stage.begin(self)
-        self._keep_storable()
+        self.keep_storable()
 
     def keep_models(self, stored: Callable[[Any], Any]) -> None:
         """Keep the initial model and the server's state as another storage returns them.
@@ -506,11 +503,11 @@ class Federation(LightningModule):
         Args:
             stored: returns a record with the same tensors elsewhere, such as in a file.
         """
-        kept = stored({"shared": self._shared, "initial": self.initial, "start": self.start})
-        self._shared, self.initial, self.start = kept["shared"], kept["initial"], kept["start"]
+        kept = stored({"shared": self.shared, "initial": self.initial, "start": self.start})
+        self.shared, self.initial, self.start = kept["shared"], kept["initial"], kept["start"]
         self.aggregator.state = stored(self.aggregator.state)
 
-    def _keep_storable(self) -> None:
+    def keep_storable(self) -> None:
         """Convert NumPy scalars in the state of server and selection; refuse types without a way back from checkpoints.
 
         The running state is converted too, not only the saved one, so that a resumed run continues with the same bits.
@@ -544,20 +541,6 @@ class Federation(LightningModule):
         data, has_once = self.data.client(client), bool(once) and client in self.clients
         order_seed = derive_seed(cast(int, self.seed), "epochs", client) if self.options.steps_continue else None
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
-
-    def _earlier_job(self, client: int, splits: tuple[Split, ...], record: Mapping[str, Any]) -> Job:
-        """Return the work of a client that has received its payload in this round or an earlier one.
-
-        Args:
-            client: the client's id.
-            splits: the splits to evaluate on after training.
-            record: as in `Plan.sent`.
-        """
-        # the state is the same as at the start, since no other training of the client ends in between
-        state, _ = self.received(client)
-        job, round = self.job(client, splits, (state, record["payload"])), record["round"]
-        seed = derive_seed(cast(int, self.seed), "train", round, client)
-        return job._replace(round=round, seed=seed, lr_factor=record["lr_factor"])
 
     def received(self, client: int) -> tuple[ClientState, Message]:
         """Return a client's state, and the payload that it would receive now.
@@ -613,7 +596,7 @@ class Federation(LightningModule):
                 "unknown client; take 0, or implement the aggregator's welcome(client, update)."
             ) from error
         check_entries(payload, client, self.aggregator, self.client)
-        check_payload(payload, client, self.aggregator, self._shared)
+        check_payload(payload, client, self.aggregator, self.shared)
         return payload
 
     # Training
@@ -648,95 +631,21 @@ class Federation(LightningModule):
         # a context that switches off what is off already costs a tenth of a millisecond
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         with isolate_rng(include_cuda=device == "cuda"), plain:
-            self._run_round(clients)
+            self._read_rate()
+            taken = Round(self, clients).run()
+            self.round += 1
+            if self._first_rounds.is_over(self.metrics):
+                self._look_at_first_rounds({client: outcome.update for client, outcome in taken.items()})
+            if (scheduler := self.lr_schedulers()) is not None:
+                # The step changes no weight, as there are no gradients. It only prevents torch's warning about
+                # schedules that step before their optimizer.
+                self.trainer.optimizers[0].step()
+                scheduler.step()  # type: ignore[union-attr]
+                self._read_rate()
         self.release_modes()
 
-    def _run_round(self, clients: list[int]) -> None:
-        """Choose the cohort, train, aggregate, and step the learning rate schedule."""
-        self._read_rate()
-        start = time.perf_counter()
-        if self.data.go_to(self.round + 1):
-            self.options.cohort.sizes = self.sizes(clients, "train")
-            # Samples have moved, so the kept metrics are of samples that the clients no longer hold.
-            self.evaluations.after.clear()
-        away = frozenset().union(*(engine.absent for engine in self.engines))
-        there = [client for client in clients if client not in away]
-        size = min(self.options.cohort_size(len(clients)), len(there))
-        if self._drawn[0] != self.round:
-            self.further_bytes = [0, 0]
-        plan = self._plan(clients, there, size)
-        cohort, arrived = plan.cohort, sorted(plan.arrived)
-        choosing = time.perf_counter() - start
-        self.evaluations.results = {}
-        # The columns of every round, in their order.
-        self.metrics = {
-            "round": self.round + 1,
-            "clients": 0,
-            "clients_diverged": 0,
-            "clients_refused": 0,
-            "clients_absent": 0,
-            "cohort": " ".join(map(str, cohort)),
-            **({"absent": ""} if self._tells_absent else {}),
-            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
-            "bytes/up": 0,
-            "bytes/down": 0,
-            "local/steps": 0,
-            "local/samples": 0,
-        }
-        self.call("on_round_start", cohort)
-        outcomes: dict[int, Outcome] = {}
-        listeners = self._listeners("on_client_fit_end")
-        start = time.perf_counter()
-        turns = self.aggregator.turns(cohort, self.round)
-        handed: Message = {}
-        arrivals = self._arrivals(arrived) if turns is None else None
-        for together in self._by_start(arrived, plan) if turns is None else [[client] for client in turns]:
-            for engine, own in self.engines_of(together):
-                for outcome in engine.complete("training", self._jobs(own, handed, plan.sent)):
-                    client = outcome.client
-                    # Refused clients gave no usable result; callbacks shall not record it.
-                    if not outcome.refused:
-                        for ended in listeners:
-                            ended(self.trainer, self, client, outcome)
-                        if turns is not None and outcome.finite:
-                            handed = {"weights": outcome.update["weights"]}
-                    outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
-        self.metrics["time/train"] = time.perf_counter() - start + choosing
-        for setting in self.options.stages.values():
-            setting.spend(self, cohort, outcomes)
-        for stage in self._with("on_collect") if cohort else ():
-            outcomes = stage.on_collect(self, cohort, outcomes)
-        absent = sorted(away | set(cohort) - outcomes.keys())
-        if self._tells_absent:
-            self.metrics["absent"] = " ".join(map(str, absent))
-        taken = self._taken(outcomes, len(arrived), len(absent))
-        self.evaluations.keep_initial(clients, taken)
-        self._aggregate(taken, plan)
-        self.round += 1
-        if self._first_rounds.is_over(self.metrics):
-            self._look_at_first_rounds({client: outcome.update for client, outcome in taken.items()})
-        if (scheduler := self.lr_schedulers()) is not None:
-            # The step changes no weight, as there are no gradients. It only prevents torch's warning about schedules
-            # that step before their optimizer.
-            self.trainer.optimizers[0].step()
-            scheduler.step()  # type: ignore[union-attr]
-            self._read_rate()
-
-    def _arrivals(self, clients: list[int]) -> Arrivals | None:
-        """Return what adds a round's weights up as they come; None to collect the updates.
-
-        Args:
-            clients: ids of the clients whose updates arrive.
-        """
-        # whoever looks at single updates needs all of them; and where clients may miss, the mean of those that answer
-        # has the bits of a round without the others, which a sum that expects all can't give
-        may_miss = any(engine.may_miss_clients for engine in self.engines)
-        if may_miss or self._with("on_collect") or self._listeners("on_aggregate_start"):
-            return None
-        return Arrivals(self.aggregator, lambda: self.sizes(clients, "train"), lambda: self._shared_now)
-
     @property
-    def _shared_now(self) -> StateDict:
+    def shared_now(self) -> StateDict:
         """The entries that clients share, in their types of now: the Trainer's precision may have changed them."""
         return shared_entries(self.client, self.client.state_dict())
 
@@ -748,54 +657,10 @@ class Federation(LightningModule):
         """
         now = self.aggregator.global_model()
         changed = any_changed(
-            self.client_modules, self.initial, self._shared, now, updates, self.clients, self.architecture_of
+            self.client_modules, self.initial, self.shared, now, updates, self.clients, self.architecture_of
         )
         without = [reason for stage in self.options.stages.values() for reason in stage.without_updates()]
         self._first_rounds.warn(without, self.options.min_clients, changed)
-
-    def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
-        """Return a client's outcome with the update that leaves the client, such as a compressed one."""
-        module = self.client_modules[self.architecture_of(outcome.client)]
-        for stage in self._with("on_upload"):
-            outcome = stage.on_upload(outcome, job, module)
-        return outcome
-
-    @property
-    def _tells_absent(self) -> bool:
-        """True if rounds may lack clients of their cohort, so that the record names these."""
-        return self.data.at_sites or bool(self._with("on_plan"))
-
-    def _plan(self, clients: Sequence[int], there: Sequence[int], size: int) -> Plan:
-        """Return the course of the round: unless a stage has another plan, the updates of the whole cohort arrive.
-
-        Args:
-            clients: ids of all clients.
-            there: ids of the clients within reach.
-            size: the number of clients to choose.
-        """
-        for stage in self._with("on_plan"):
-            if (plan := stage.on_plan(self, there, size)) is not None:
-                return plan
-        if self._drawn[0] == self.round:
-            cohort = self._drawn[1]
-        else:
-            # One client stands for all where one trains on all samples.
-            cohort = list(clients[:1]) if self.client.pools else self.cohort(there, size)
-        return Plan(cohort, cohort)
-
-    def _by_start(self, arrived: list[int], plan: Plan) -> list[list[int]]:
-        """Return the clients to train in groups with the same round of their start, as engines expect it.
-
-        Args:
-            arrived: ids of the clients whose updates arrive.
-            plan: the round's course.
-        """
-        if not plan.sent:
-            return [arrived]
-        groups: dict[int, list[int]] = {}
-        for client in arrived:
-            groups.setdefault(plan.sent[client]["round"], []).append(client)
-        return [groups[round] for round in sorted(groups)]
 
     def coming(self, away: Collection[int]) -> dict[int, Job]:
         """Return the jobs of the coming round by client, whose cohort is drawn by this; empty where clients take turns.
@@ -809,7 +674,7 @@ class Federation(LightningModule):
         cohort = self.cohort(there, min(self.options.cohort_size(len(clients)), len(there)))
         if self.aggregator.turns(cohort, self.round) is not None:
             return {}
-        self._drawn = self.round, cohort
+        self.drawn = self.round, cohort
         return {client: self.job(client, self.options.splits_after) for client in cohort}
 
     def cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
@@ -864,22 +729,6 @@ class Federation(LightningModule):
         # NaN has no place in an order; such clients count as silent.
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
-    def _remember(self, taken: Mapping[int, Outcome], took: Mapping[int, float]) -> None:
-        """Give the selection the reports of the clients whose updates are aggregated.
-
-        Args:
-            taken: their outcomes by id.
-            took: seconds by id on the clock of ``trainer.schedule``, in place of measured ones.
-        """
-        asks = sorted(self.options.cohort.asks)
-        told: dict[int, dict[str, float]] = {}
-        for client, outcome in taken.items():
-            values = outcome.metrics | {"seconds": took.get(client, outcome.seconds)}
-            # Only finite numbers, whatever a site may report.
-            told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
-            self.further_bytes[1] += NUMBER_BYTES * len(told[client])
-        self.options.cohort.remember(told, self.round)
-
     def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds that the checkpoint lacks, but whose models others may have seen.
 
@@ -895,135 +744,11 @@ class Federation(LightningModule):
         """Whether clients are at sites."""
         return self.options.is_deployed
 
-    def _jobs(self, clients: list[int], handed: Message, sent_before: Mapping[int, Mapping[str, Any]]) -> Iterator[Job]:
-        """Yield the job of each client of a cohort, and count the bytes sent.
-
-        Args:
-            clients: the clients' ids.
-            handed: entries from another client that replace the payload's.
-            sent_before: records of payloads that are counted already, by client id, as in `Plan.sent`.
-        """
-        listeners, splits = self._listeners("on_client_fit_start"), self.options.splits_after
-        pools, senders = self.client.pools, self._with("on_send")
-        # sites do so themselves
-        changes = bool(self._with("on_upload")) and not self.data.at_sites
-        known: dict[str, Any] | None = None
-        size = 0
-        for client in clients:
-            for started in listeners:
-                started(self.trainer, self, client)
-            if (record := sent_before.get(client)) is None:
-                job = self.job(client, splits)
-            else:
-                job = self._earlier_job(client, splits, record)
-            if handed:
-                job = job._replace(payload=job.payload | handed)
-            if pools:
-                job = job._replace(data=self.data.pooled(client))
-            for stage in senders:
-                job = stage.on_send(self, job)
-            sent = job.travelling
-            # Most methods send every client the same tensors; check and measure them once.
-            if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
-                check_payload(job.payload, client, self.aggregator, self._shared)
-                known, size = sent, num_bytes(sent)
-            if record is None:
-                self.metrics["bytes/down"] += size
-            yield job._replace(finish=self._as_sent) if changes else job
-
     def _read_rate(self) -> None:
         """Read the round's learning rate, as a factor of the initial one, from the scheduled optimizer."""
         group = self.trainer.optimizers[0].param_groups[0]
         moved = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
         self.lr_factor = moved * self._first_factor
-
-    def _taken(self, outcomes: dict[int, Outcome], expected: int, absent: int) -> dict[int, Outcome]:
-        """Return the outcomes to aggregate, and write their metrics into the round's row.
-
-        Refused, diverged and malformed outcomes are left out, counted in the row and warned of.
-
-        Args:
-            outcomes: the outcomes of the round by client id.
-            expected: the number of clients in the cohort.
-            absent: the number of clients out of reach or without an answer.
-        """
-        round = self.round + 1
-        # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
-        # the clients.
-        private, ends = bool(self.aggregator.guarantee), not self.publishable
-        shared = self._shared_now
-        method, label = type(self.client).__name__, self.data.client_label
-        taken, diverged = accepted(outcomes, self.aggregator, method, shared, round, expected if ends else 0, label)
-        refused = len(outcomes) - diverged - len(taken)
-        if expected and not private and len(taken) < self.options.min_clients:
-            rank_zero_warn(
-                f"round {round} leaves the federation as it is: {len(taken)} updates are fewer than "
-                f"trainer.min_clients={self.options.min_clients}."
-            )
-            taken = {}
-        if silent := expected - len(outcomes):
-            rank_zero_warn(f"round {round}: {silent} of the round's clients gave nothing.")
-        # A client whose method doesn't train has an update but no training metrics.
-        trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
-        means = over_clients(trained, self.sizes(trained, "train"))
-        self.metrics |= {
-            "clients": len(taken),
-            "clients_diverged": diverged,
-            "clients_refused": refused,
-            "clients_absent": absent,
-            "bytes/up": num_bytes([outcome.update for outcome in taken.values()]),
-            "local/steps": sum(outcome.steps for outcome in taken.values()),
-            "local/samples": sum(outcome.samples for outcome in taken.values()),
-            **{f"train/{name}": value for name, value in means.items()},
-        }
-        if (loss := self.metrics.get("train/loss")) is not None:
-            # The same place where self.log writes; self.log itself takes as long as a training step of many small nets.
-            self.trainer.callback_metrics["train/loss"] = torch.tensor(loss)
-            self.trainer.progress_bar_metrics["train/loss"] = loss
-        return taken
-
-    def _aggregate(self, taken: dict[int, Outcome], plan: Plan) -> None:
-        """Aggregate the updates, and commit the new client states."""
-        updates = {client: outcome.update for client, outcome in taken.items()}
-        for stage in self._with("on_deliver"):
-            updates = stage.on_deliver(self, plan, updates)
-        self.call("on_aggregate_start", updates)
-        start, splits_after = time.perf_counter(), self.options.splits_after
-        # Changes since the last aggregation are due to these hooks, which evaluations call too.
-        self._remembered.check("download or global_model")
-        logs = checked_logs(self.aggregator.aggregate(updates, self.round), self.aggregator.name)
-        if self.trainer.world_size > 1 and self.aggregator.is_secure:
-            # each rank has drawn noise of its own
-            logs, self.aggregator.state = self.trainer.strategy.broadcast((logs, self.aggregator.state))
-        if self._batch_norm:
-            check_buffers(self.aggregator.global_model(), self._shared, updates, self.aggregator.name)
-        keep_own(self.aggregator.state, updates)
-        self._remembered.check("aggregate")
-        # Client states change only here, after aggregation, so that an interrupted round leaves no client half-updated.
-        for client, outcome in taken.items():
-            state = outcome.state
-            if self.publishable and not is_finite(state.personal):
-                # The update still counts: leaving it out would reveal something about the samples without noise.
-                rank_zero_warn(
-                    f"round {self.round + 1}: what stays with client {self.data.client_label(client)} became NaN or "
-                    "infinite; try a smaller learning rate."
-                )
-            if not is_storable(vars(state)):
-                state = ClientState(**storable(vars(state), f"client {client}'s state"))
-            self.clients[client] = state
-            if splits_after:
-                self.evaluations.after[client] = outcome.after
-        self._remember(taken, plan.took)
-        for stage in self.options.stages.values():
-            stage.end(self)
-        self._keep_storable()
-        sent, told = self.further_bytes
-        self.metrics["bytes/down"] += sent
-        self.metrics["bytes/up"] += told
-        self.metrics["time/aggregate"] = time.perf_counter() - start
-        self.metrics |= {f"server/{name}": value for name, value in logs.items()}
-        self.metrics |= {f"privacy/{name}": value for name, value in self.privacy().items()}
-        self.call("on_aggregate_end", logs)
 
     def privacy(self, final: bool = False) -> dict[str, Any]:
         """Return the privacy guarantee of the rounds so far, by the aggregator or DP-SGD; empty without one.
@@ -1484,10 +1209,10 @@ class Federation(LightningModule):
             hook: the hook's name.
             *args: arguments after the trainer and the federation.
         """
-        for method in self._listeners(hook):
+        for method in self.listeners(hook):
             method(self.trainer, self, *args)
 
-    def _listeners(self, hook: str) -> list[Callable[..., Any]]:
+    def listeners(self, hook: str) -> list[Callable[..., Any]]:
         """Return the callbacks' own methods for a hook, without empty defaults, which would cost a call per client."""
         methods = []
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
