@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import (
     BestCheckpoint,
+    FirstRounds,
     LastCheckpoint,
     RoundLogger,
     RoundProgress,
@@ -855,7 +856,7 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
         client_states: as for `FederatedTrainer`.
     """
     callbacks = list(as_list(arguments.get("callbacks")))
-    kinds: list[type[Callback]] = [RoundLogger, *REPORTS]
+    kinds: list[type[Callback]] = [RoundLogger, FirstRounds, *REPORTS]
     if arguments.get("enable_progress_bar") is not False:
         kinds.insert(1, RoundProgress)
     # The bar must close before the final table is printed, so it comes first.

@@ -26,6 +26,7 @@ from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.drift_pictures import DriftPictures
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
+from pfl_lightning.callbacks.first_rounds import FirstRounds
 from pfl_lightning.callbacks.flop_counter import FlopCounter
 from pfl_lightning.callbacks.generation_samples import GenerationSamples
 from pfl_lightning.callbacks.matmul_precision import MatmulPrecision
@@ -54,6 +55,7 @@ __all__ = [
     "DriftPictures",
     "FeaturePictures",
     "FederatedCallback",
+    "FirstRounds",
     "FlopCounter",
     "FreeRider",
     "GaussianUpload",

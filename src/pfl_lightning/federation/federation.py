@@ -61,7 +61,6 @@ from pfl_lightning.federation.checkpoint import (
     warn_of_rows,
 )
 from pfl_lightning.federation.evaluation import Evaluations, undisturbed
-from pfl_lightning.federation.learning import FirstRounds, any_changed
 from pfl_lightning.federation.messages import check_entries, check_payload
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
@@ -85,7 +84,7 @@ from pfl_lightning.federation.resuming import (
 )
 from pfl_lightning.federation.round import NUMBER_BYTES, Round
 from pfl_lightning.federation.stages import Declares, Part, Stage, refuse_pairs
-from pfl_lightning.messages import Message, StateDict, Updates, detached, num_bytes
+from pfl_lightning.messages import Message, StateDict, detached, num_bytes
 from pfl_lightning.methods.registry import method_of
 from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
@@ -149,7 +148,6 @@ class Federation(LightningModule):
         # Seconds of evaluation, training and aggregation in the rounds with an evaluation.
         self._times = [0.0, 0.0, 0.0]
         self._advised = False
-        self._first_rounds = FirstRounds()
         self._welcomed: set[int] = set()
         self.drawn: tuple[int, list[int]] = -1, []
         self.joined: dict[str, Mapping[str, Any]] = {}
@@ -632,10 +630,8 @@ class Federation(LightningModule):
         plain = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
         with isolate_rng(include_cuda=device == "cuda"), plain:
             self._read_rate()
-            taken = Round(self, clients).run()
+            Round(self, clients).run()
             self.round += 1
-            if self._first_rounds.is_over(self.metrics):
-                self._look_at_first_rounds({client: outcome.update for client, outcome in taken.items()})
             if (scheduler := self.lr_schedulers()) is not None:
                 # The step changes no weight, as there are no gradients. It only prevents torch's warning about
                 # schedules that step before their optimizer.
@@ -648,19 +644,6 @@ class Federation(LightningModule):
     def shared_now(self) -> StateDict:
         """The entries that clients share, in their types of now: the Trainer's precision may have changed them."""
         return shared_entries(self.client, self.client.state_dict())
-
-    def _look_at_first_rounds(self, updates: Updates) -> None:
-        """Warn if nothing was learned in the first rounds.
-
-        Args:
-            updates: the last round's updates by client id.
-        """
-        now = self.aggregator.global_model()
-        changed = any_changed(
-            self.client_modules, self.initial, self.shared, now, updates, self.clients, self.architecture_of
-        )
-        without = [reason for stage in self.options.stages.values() for reason in stage.without_updates()]
-        self._first_rounds.warn(without, self.options.min_clients, changed)
 
     def coming(self, away: Collection[int]) -> dict[int, Job]:
         """Return the jobs of the coming round by client, whose cohort is drawn by this; empty where clients take turns.

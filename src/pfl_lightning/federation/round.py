@@ -40,13 +40,13 @@ class Round:
         self.away = frozenset[int]().union(*(engine.absent for engine in federation.engines))
         """Clients out of reach."""
 
-    def run(self) -> dict[int, Outcome]:
-        """Run the round, and return the outcomes whose updates were aggregated, by client id."""
+    def run(self) -> None:
+        """Run the round."""
         plan = self.choose()
         self.federation.call("on_round_start", plan.cohort)
-        taken = self.take(plan, self.train(plan))
+        outcomes = self.train(plan)
+        taken = self.take(plan, outcomes)
         self.aggregate(plan, taken)
-        return taken
 
     # Choose
 
