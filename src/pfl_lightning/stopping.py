@@ -1,7 +1,13 @@
-"""End a run at SIGTERM or Ctrl-C at once, with an exit code for interruption."""
+"""End a run at SIGTERM or Ctrl-C at once, with an exit code for interruption, and processes with their parent.
 
+``python -m pfl_lightning.stopping PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS``, and ends with process
+PARENT. This module imports little, as imports take seconds in which the parent may end.
+"""
+
+import ctypes
 import math
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -15,6 +21,10 @@ STARTED_BY = "PFL_LIGHTNING_STARTED_BY"
 
 AGAIN = 0.01
 """Seconds after which a signal with a lost exception is sent once more."""
+
+PR_SET_PDEATHSIG = 1
+PAUSE = 0.5
+"""Seconds between two looks at the parent, on systems whose kernel doesn't send a signal."""
 
 POLL = 0.2
 """Seconds between two looks at other processes."""
@@ -202,3 +212,33 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with(parent: int) -> None:
+    """Let this process be killed when the parent ends.
+
+    On Linux the kernel kills it, whatever it is doing; there the parent is the thread that started this process.
+    Elsewhere a thread of this process checks twice a second.
+
+    Args:
+        parent: the process id of the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have ended before prctl was called.
+        if os.getppid() != parent:
+            os._exit(1)
+    else:
+        threading.Thread(target=watch, args=(parent,), daemon=True).start()
+
+
+def watch(parent: int) -> None:
+    """Wait for the parent's end, then end this process."""
+    while os.getppid() == parent:
+        time.sleep(PAUSE)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv.pop(1)))
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

@@ -16,9 +16,10 @@ from torch.optim import Adam
 
 from command import forked
 from federations import MOMENTUM, NETS, Spy, blobs, fit, make_client, noisy, same_end
+from pfl_lightning import stopping
 from pfl_lightning.aggregators import FedReMa
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.engines import LocalWork, Processes, die_with_parent, processes
+from pfl_lightning.engines import LocalWork, Processes, processes
 from pfl_lightning.engines.errors import ClientsLost
 from pfl_lightning.engines.processes import taken_from
 from pfl_lightning.methods import WDR, FedAvg, FedBABU, FedPer, Local
@@ -260,7 +261,7 @@ class Pausing(FederatedCallback):
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_workers_end_with_a_main_process_that_is_killed(platform, monkeypatch):
-    monkeypatch.setattr(die_with_parent, "sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr(stopping.sys, "platform", platform)
     reader, writer = os.pipe()
     monkeypatch.setattr(Sending, "line", writer)
 

@@ -18,12 +18,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.engines.base import Evaluated, Job, Outcome
-from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.threads import cores, one_thread
+from pfl_lightning.stopping import end_with
 
 Result = TypeVar("Result")
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.cli.compare.starter import Forked, Starter
-from pfl_lightning.engines import die_with_parent
 from pfl_lightning.internals.light_start import hidden
 from pfl_lightning.runs.folder import held
 
@@ -147,8 +146,8 @@ class Fit:
                 self.process = starter.start(run.command, run.output, own)
             else:
                 output = stack.enter_context(run.output.open("wb"))
-                # started through `die_with_parent`, which ends the run if this process is killed
-                program = [sys.executable, die_with_parent.__file__, str(os.getpid()), PROGRAM]
+                # ends if this process is killed
+                program = [sys.executable, "-m", "pfl_lightning.stopping", str(os.getpid()), PROGRAM]
                 self.process = subprocess.Popen(
                     [*program, *run.command],
                     env={**os.environ, **own},

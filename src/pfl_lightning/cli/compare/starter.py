@@ -12,8 +12,6 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-from pfl_lightning.engines import die_with_parent
-
 
 class Starter:
     """A process without threads that forks one process a run; it and its forks end with the process that made it.
@@ -32,8 +30,8 @@ class Starter:
         with other:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, die_with_parent.__file__, str(os.getpid())),
-                    *("--forks", str(other.fileno()), first, ",".join(later), program),
+                    *(sys.executable, "-m", "pfl_lightning.stopping", str(os.getpid())),
+                    *("pfl_lightning.cli.forks", str(other.fileno()), first, ",".join(later), program),
                 ],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,

@@ -1,59 +1,27 @@
-"""Kill worker processes when the parent process ends.
+"""A program that imports what runs need once, and forks a process for each run of a comparison.
 
-As a program, ``python die_with_parent.py PARENT MODULE ARGUMENTS`` runs ``python -m MODULE ARGUMENTS`` and ends with
-process PARENT. ``python die_with_parent.py PARENT --forks DESCRIPTOR FIRST LATER MODULE`` imports the
-module FIRST once, or calls ``FIRST`` as ``module:function``, and forks a process that runs MODULE for each message of a
-connection. Modules of LATER, with commas between, are imported once a fork has imported them.
-
-This file imports nothing of its package, because that import takes seconds, in which the parent may end.
+``python -m pfl_lightning.cli.forks DESCRIPTOR FIRST LATER MODULE`` imports the module FIRST, or calls ``FIRST``
+as ``module:function``, and forks a process that runs MODULE for each message of a connection. Modules of LATER, with
+commas between, are imported once a fork has imported them.
 """
 
 import atexit
-import ctypes
 import gc
 import mmap
 import os
 import runpy
 import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-PR_SET_PDEATHSIG = 1
-PAUSE = 0.5
-"""Seconds between two looks at the parent, on systems whose kernel doesn't send a signal."""
-FORKS_PAUSE = 0.02
+from pfl_lightning.stopping import end_with
+
+PAUSE = 0.02
 """Seconds between two looks at the ends of forks."""
-
-
-def end_with(parent: int) -> None:
-    """Let this process be killed when the parent ends.
-
-    On Linux the kernel kills it, whatever it is doing; there the parent is the thread that started this process.
-    Elsewhere a thread of this process checks twice a second.
-
-    Args:
-        parent: the process id of the parent.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have ended before prctl was called.
-        if os.getppid() != parent:
-            os._exit(1)
-    else:
-        threading.Thread(target=watch, args=(parent,), daemon=True).start()
-
-
-def watch(parent: int) -> None:
-    """Wait for the parent's end, then end this process."""
-    while os.getppid() == parent:
-        time.sleep(PAUSE)
-    os._exit(1)
 
 
 def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
@@ -73,7 +41,7 @@ def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
         # what the other side takes for the end of no fork: the imports are done
         connection.send(("ready", 0, 0))
         while True:
-            if connection.poll(FORKS_PAUSE):
+            if connection.poll(PAUSE):
                 arguments, output, environment = connection.recv()
                 for place, name in enumerate(later):
                     if imported[place] and name not in sys.modules:
@@ -135,22 +103,17 @@ def become(output: str, environment: Mapping[str, str], parent: int) -> None:
 
 
 if __name__ == "__main__":
-    end_with(int(sys.argv.pop(1)))
-    if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):
-        # `python -m` puts the working directory first, not the folder of this file.
-        sys.path[0] = os.getcwd()
-    if sys.argv[1] == "--forks":
-        descriptor, first, later, program = sys.argv[2:]
-        # An interrupt of the terminal reaches the forks themselves; this process ends with the other side.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        module, _, function = first.partition(":")
-        found = import_module(module)
-        if function:
-            getattr(found, function)()
-        # What is imported stays: no fork need look through it for garbage, and so copy its memory.
-        gc.freeze()
-        arguments = serve(Connection(int(descriptor)), later.split(","))
-        if arguments is None:
-            sys.exit()
-        sys.argv[1:] = [program, *arguments]
-    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    descriptor, first, later, program = sys.argv[1:]
+    # An interrupt of the terminal reaches the forks themselves; this process ends with the other side.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, function = first.partition(":")
+    found = import_module(module)
+    if function:
+        getattr(found, function)()
+    # What is imported stays: no fork need look through it for garbage, and so copy its memory.
+    gc.freeze()
+    arguments = serve(Connection(int(descriptor)), later.split(","))
+    if arguments is None:
+        sys.exit()
+    sys.argv[1:] = arguments
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
