@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,7 @@ class FederatedTrainer(Trainer):
         schedule: "Schedule | None" = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
+        given = dict(locals())
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
         arguments = cast(dict[str, Any], kwargs)
         refuse_meaningless(max_rounds, arguments)
@@ -206,32 +208,9 @@ class FederatedTrainer(Trainer):
                 "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
                 "trainer.example_privacy wouldn't cover; leave it out."
             )
-        self.rounds = FederationOptions(
-            clients_per_round=clients_per_round,
-            local_epochs=local_epochs,
-            local_steps=local_steps,
-            steps_continue=steps_continue,
-            engine=engine,
-            workers=workers,
-            compile=compile,
-            evaluate=evaluate,
-            evaluate_clients=evaluate_clients,
-            test_every_round=test_every_round,
-            monitor=monitor,
-            min_clients=min_clients,
-            clip=gradient_clip_val,
-            clip_algorithm=gradient_clip_algorithm,
-            client_states=client_states,
-            cohort=cohort or Uniform(),
-            example_privacy=example_privacy,
-            local_privacy=local_privacy,
-            compression=compression,
-            secure_sum=secure_sum,
-            accumulate=accumulate_grad_batches,
-            limit=1.0 if limit_train_batches is None else limit_train_batches,
-            checkpoint_common=checkpoint_common,
-            schedule=schedule,
-        )
+        given["cohort"] = cohort or Uniform()
+        given["limit_train_batches"] = 1.0 if limit_train_batches is None else limit_train_batches
+        self.rounds = FederationOptions(**{option.name: given[option.name] for option in fields(FederationOptions)})
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         # Such a logger is named after the run; a user's logger keeps its name.

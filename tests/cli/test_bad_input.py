@@ -83,7 +83,7 @@ VALUES = {
     "--trainer.evaluate befor": "must be one of before, after, both; did you mean before?",
     "--trainer.precision bf17": "did you mean bf16?",
     "--trainer.accelerator foo": "invalid accelerator name",
-    "--trainer.engine fast": "trainer.engine='fast' is not an engine",
+    "--trainer.engine fast": "trainer.engine='fast' must be one of",
     "--trainer.max_epochs 3": "trainer.max_epochs means nothing in a federation: a round is an epoch; give max_rounds.",
     "--trainer.max_steps 3": "trainer.max_steps=3 means nothing in a federation",
     "--trainer.limit_train_batches 1.5": "trainer.limit_train_batches=1.5 must be a number of batches from 1 up, or a",

@@ -6,7 +6,6 @@ import select
 import signal
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch

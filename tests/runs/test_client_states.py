@@ -28,10 +28,11 @@ from federations import (
     read_csv,
     same_end,
 )
+from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import ClientState
 from pfl_lightning.federation import options
-from pfl_lightning.federation.options import FederationOptions, stay_on_device
+from pfl_lightning.federation.options import stay_on_device
 from pfl_lightning.methods import FedPer, Local
 from pfl_lightning.runs.client_states import DiskStates
 
@@ -81,7 +82,7 @@ def test_a_run_with_states_elsewhere_has_the_bits_of_one_in_memory(method, model
 
 def test_clients_that_stay_on_a_device_have_one():
     trainer = SimpleNamespace(world_size=2, precision_plugin=Precision(), max_epochs=1)
-    options = FederationOptions(client_states="device")
+    options = FederatedTrainer(client_states="device", logger=False).rounds
     data = blobs()
     data.setup()
     expected = r"of trainer\.devices=2 it is another one in each round; take client_states='memory'"

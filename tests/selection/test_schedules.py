@@ -8,12 +8,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
 from federations import Pause, Shuffled, Spy, blobs, equal, fit, make_client, near, noisy, same_end, untimed
-from pfl_lightning import WeightedAverage
+from pfl_lightning import FederatedTrainer, WeightedAverage
 from pfl_lightning.aggregators import CyclicTransfer, FedAsync, FedBuff
 from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.compression import TopK
 from pfl_lightning.data import InputDrift
-from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.methods import FedPer, Pooled
 from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
 from pfl_lightning.schedules import Asynchronous, Synchronous, Turn
@@ -330,7 +329,7 @@ def test_enough_is_a_share_or_a_number():
 
 def test_sites_have_clocks_of_their_own():
     with pytest.raises(MisconfigurationException, match=r"trainer\.schedule=Synchronous .* min-results"):
-        FederationOptions(engine=lambda *_: [], schedule=Synchronous())
+        FederatedTrainer(engine=lambda *_: [], schedule=Synchronous())
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The Trainer's federated settings: participation, local training, engine and evaluation."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -20,7 +20,7 @@ from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.federation.stages import ConfiguredStage, Declares, Part, refuse_pairs
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.selection import Poisson, Sampling, Selection, Uniform
+from pfl_lightning.selection import Poisson, Sampling, Selection
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
 
@@ -51,45 +51,65 @@ parameters took 1.36 times as long under ``bf16-mixed``, one of 1,276,810 as lon
 
 @dataclass(frozen=True)
 class FederationOptions:
-    """The Trainer's federated settings; `FederatedTrainer` describes each.
+    """The Trainer's federated settings, by the names under which `FederatedTrainer` describes each.
 
     Raises:
         MisconfigurationException: if a value is out of range, or two settings exclude each other.
     """
 
-    clients_per_round: int | float = 1.0
-    local_epochs: int | None = None
-    local_steps: int | None = None
-    steps_continue: bool = False
-    engine: str | type[Engine] | EngineMaker = "auto"
-    workers: int | None = None
-    compile: bool = False
-    evaluate: Literal["before", "after", "both"] = "before"
-    test_every_round: bool = False
-    evaluate_clients: int | float = 1.0
-    clip: float | None = None
-    clip_algorithm: Literal["norm", "value"] = "norm"
-    client_states: ClientStates = "memory"
-    monitor: str | None = None
-    min_clients: int = 1
-    cohort: Selection = field(default_factory=Uniform)
-    example_privacy: "DPSGD | None" = None
-    compression: "Compression | None" = None
-    secure_sum: "SecureSum | None" = None
-    accumulate: int = 1
-    limit: Limit = 1.0
-    checkpoint_common: bool = True
-    schedule: "Schedule | None" = None
-    local_privacy: "LocalPrivacy | None" = None
+    clients_per_round: int | float
+    local_epochs: int | None
+    local_steps: int | None
+    steps_continue: bool
+    engine: str | type[Engine] | EngineMaker
+    workers: int | None
+    compile: bool
+    evaluate: Literal["before", "after", "both"]
+    test_every_round: bool
+    evaluate_clients: int | float
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    client_states: ClientStates
+    monitor: str | None
+    min_clients: int
+    cohort: Selection
+    accumulate_grad_batches: int
+    limit_train_batches: Limit
+    checkpoint_common: bool
+    schedule: "Schedule | None"
+    example_privacy: "DPSGD | None"
+    local_privacy: "LocalPrivacy | None"
+    compression: "Compression | None"
+    secure_sum: "SecureSum | None"
 
     def __post_init__(self) -> None:
-        for name in ("clients_per_round", "evaluate_clients"):
-            # 1 is one client, but 1.0 is all of them.
-            if not is_count(part := getattr(self, name)) and not (isinstance(part, float) and 0 < part <= 1):
-                raise MisconfigurationException(
-                    f"trainer.{name}={part} must be a number of clients from 1 up, or a fraction above 0.0 and up to "
-                    "1.0."
-                )
+        # 1 is one client or batch, and 1.0 all of them
+        clients = "a number of clients from 1 up, or a fraction above 0.0 and up to 1.0"
+        batches = "a number of batches from 1 up"
+        self._check("clients_per_round", is_part, clients)
+        self._check("evaluate_clients", is_part, clients)
+        self._check("limit_train_batches", is_part, f"{batches}, or a share above 0.0 and up to 1.0")
+        self._check("accumulate_grad_batches", is_count, f"{batches}, such as 4")
+        for name in ("local_epochs", "local_steps", "workers", "min_clients"):
+            self._check(name, is_count_or_none, "at least 1, as an integer")
+        for name in ("local_epochs", "local_steps"):
+            words = f"the number for one round, up to {MOST_LOCAL}, such as 5; this one would never end"
+            self._check(name, lambda value: value is None or value <= MOST_LOCAL, words)
+        words = "a number above 0, such as 1.0; leave it out to clip nothing"
+        self._check("gradient_clip_val", lambda value: value is None or 0 <= value < inf, words)
+        self._check(
+            "cohort", lambda value: isinstance(value, Selection), "of pfl_lightning.selection, such as Uniform()"
+        )
+        for name, example in STAGES.items():
+            words = f"an instance of its kind, such as {example}"
+            self._check(name, lambda value: value is None or isinstance(value, ConfiguredStage), words)
+        check_choices(
+            "trainer",
+            evaluate=(self.evaluate, ("before", "after", "both")),
+            gradient_clip_algorithm=(self.gradient_clip_algorithm, ("norm", "value")),
+            client_states=(self.client_states, get_args(ClientStates)),
+            **({"engine": (self.engine, tuple(ENGINES))} if isinstance(self.engine, str) else {}),
+        )
         if self.local_epochs is not None and self.local_steps is not None:
             raise MisconfigurationException(
                 f"trainer.local_epochs={self.local_epochs} and trainer.local_steps={self.local_steps} "
@@ -100,44 +120,6 @@ class FederationOptions:
                 "trainer.steps_continue=true goes on within an epoch, and without trainer.local_steps rounds are whole "
                 "epochs; give trainer.local_steps, or leave it out."
             )
-        if not isinstance(self.cohort, Selection):
-            raise MisconfigurationException(
-                f"trainer.cohort={self.cohort!r} doesn't choose clients; give an instance of pfl_lightning.selection, "
-                "such as Uniform()."
-            )
-        for name, example in STAGES.items():
-            if (stage := getattr(self, name)) is not None and not isinstance(stage, ConfiguredStage):
-                raise MisconfigurationException(
-                    f"trainer.{name}={stage!r} is none; give an instance, such as {example}."
-                )
-        for name in ("local_epochs", "local_steps", "workers", "min_clients"):
-            if (value := getattr(self, name)) is not None and not is_count(value):
-                whole = "" if isinstance(value, int) else ", as an integer"
-                raise MisconfigurationException(f"trainer.{name}={value} must be at least 1{whole}.")
-        for name in ("local_epochs", "local_steps"):
-            if (value := getattr(self, name)) is not None and value > MOST_LOCAL:
-                raise MisconfigurationException(
-                    f"trainer.{name}={value} would never end; give the number for one round, up to {MOST_LOCAL}, such "
-                    "as 5."
-                )
-        if not is_count(self.accumulate):
-            raise MisconfigurationException(
-                f"trainer.accumulate_grad_batches={self.accumulate} must be a number of batches from 1 up, such as 4."
-            )
-        if not is_count(self.limit) and not (isinstance(self.limit, float) and 0 < self.limit <= 1):
-            raise MisconfigurationException(
-                f"trainer.limit_train_batches={self.limit} must be a number of batches from 1 up, or a share above "
-                "0.0 and up to 1.0."
-            )
-        if self.clip is not None and not 0 <= self.clip < inf:
-            raise MisconfigurationException(
-                f"trainer.gradient_clip_val={self.clip} must be a number above 0, such as 1.0; leave it out to clip "
-                "nothing."
-            )
-        if isinstance(self.engine, str) and self.engine not in ENGINES:
-            raise MisconfigurationException(
-                f"trainer.engine={self.engine!r} is not an engine; choose from {', '.join(map(repr, ENGINES))}."
-            )
         if self.compile and self.engine in ("sequential", "processes"):
             raise MisconfigurationException(
                 f"trainer.compile=true compiles steps of many clients, and trainer.engine={self.engine!r} makes those "
@@ -146,12 +128,17 @@ class FederationOptions:
         for stage in self.stages.values():
             stage.check_options(self)
         refuse_pairs(self.parts)
-        check_choices(
-            "trainer",
-            evaluate=(self.evaluate, ("before", "after", "both")),
-            gradient_clip_algorithm=(self.clip_algorithm, ("norm", "value")),
-            client_states=(self.client_states, get_args(ClientStates)),
-        )
+
+    def _check(self, name: str, fits: Callable[[Any], bool], words: str) -> None:
+        """Refuse a value that doesn't fit.
+
+        Args:
+            name: the setting's name.
+            fits: returns whether a value does.
+            words: what the value must be.
+        """
+        if not fits(value := getattr(self, name)):
+            raise MisconfigurationException(f"trainer.{name}={value!r} must be {words}.")
 
     @property
     def stages(self) -> dict[str, ConfiguredStage]:
@@ -217,11 +204,7 @@ class FederationOptions:
         return ENGINES[self.engine] if isinstance(self.engine, str) else self.engine
 
     def cohort_size(self, num_clients: int) -> int:
-        """Return the number of clients in a round's cohort.
-
-        >>> [FederationOptions(clients_per_round=share).cohort_size(25) for share in (0.1, 3)]
-        [2, 3]
-        """
+        """Return the number of clients in a round's cohort."""
         return number_of(self.clients_per_round, num_clients)
 
     def updates(self, num_clients: int) -> int:
@@ -234,18 +217,16 @@ class FederationOptions:
     def samples_trained(self, size: int, batch_size: int) -> int:
         """Return the number of samples that a client's local training processes, each pass counted.
 
-        >>> FederationOptions(local_epochs=2).samples_trained(25, batch_size=10)
-        50
-
         Args:
             size: the client's number of training samples.
             batch_size: samples per batch.
         """
         if self.local_steps is not None:
-            return self.local_steps * self.accumulate * min(batch_size, size)
+            return self.local_steps * self.accumulate_grad_batches * min(batch_size, size)
         batches = ceil(size / batch_size)
         # a share is rounded down, as in the order of an epoch
-        limit = int(self.limit) if is_count(self.limit) else max(1, int(self.limit * batches))
+        limit = self.limit_train_batches
+        limit = int(limit) if is_count(limit) else max(1, int(limit * batches))
         return (self.local_epochs or 1) * min(size, limit * batch_size)
 
     def evaluation_size(self, num_clients: int) -> int:
@@ -262,7 +243,7 @@ class FederationOptions:
         """Return the settings of a client's local training, without privacy and device, which `engines` adds."""
         epochs = 1 if self.local_epochs is None else self.local_epochs
         # Lightning takes gradient_clip_val=0 as no clipping.
-        clip = self.clip or None
+        clip = self.gradient_clip_val or None
         size, last = data.batch_size, data.last_batch
         return LocalWork(
             epochs,
@@ -270,9 +251,9 @@ class FederationOptions:
             size,
             last,
             clip,
-            self.clip_algorithm,
-            accumulate=self.accumulate,
-            limit=self.limit,
+            self.gradient_clip_algorithm,
+            accumulate=self.accumulate_grad_batches,
+            limit=self.limit_train_batches,
         )
 
     def engines(
@@ -362,8 +343,21 @@ class FederationOptions:
             )
 
 
+def is_part(value: Any) -> bool:
+    """Return whether a value is a number from 1 up, or a fraction above 0.0 and up to 1.0."""
+    return is_count(value) or (isinstance(value, float) and 0 < value <= 1)
+
+
+def is_count_or_none(value: Any) -> bool:
+    """Return whether a value is a number from 1 up, or None."""
+    return value is None or is_count(value)
+
+
 def number_of(part: int | float, num_clients: int) -> int:
     """Return a number of clients, given as a number or as a fraction of all, of which at least one is taken.
+
+    >>> number_of(0.1, 25), number_of(3, 25)
+    (2, 3)
 
     Args:
         part: an integer, or a fraction above 0.0 and up to 1.0.

@@ -91,9 +91,9 @@ def client_settings(architectures: Sequence[ClientModule], rounds: Settings) -> 
 
 def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, aggregator: Aggregator) -> Settings:
     """Return the Trainer's settings with an influence on a round's result."""
-    clip: Settings = {"gradient_clip_val": options.clip or None}
-    if options.clip:
-        clip["gradient_clip_algorithm"] = options.clip_algorithm
+    clip: Settings = {"gradient_clip_val": options.gradient_clip_val or None}
+    if options.gradient_clip_val:
+        clip["gradient_clip_algorithm"] = options.gradient_clip_algorithm
     return {
         "cohort": options.cohort,
         "schedule": options.schedule,
@@ -102,9 +102,9 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
         "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
         "local_steps": options.local_steps,
         "steps_continue": options.steps_continue,
-        "accumulate_grad_batches": options.accumulate,
+        "accumulate_grad_batches": options.accumulate_grad_batches,
         # As a text, because 1 is one batch, and 1.0 are all.
-        "limit_train_batches": str(options.limit),
+        "limit_train_batches": str(options.limit_train_batches),
         "min_clients": options.min_clients,
         "example_privacy": options.example_privacy,
         "local_privacy": options.local_privacy,

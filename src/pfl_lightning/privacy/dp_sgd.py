@@ -216,17 +216,16 @@ class DPSGD(ConfiguredStage):
 
     def check_options(self, options: "FederationOptions") -> None:
         """Refuse settings in conflict with bounds of single samples."""
-        if options.clip:
+        if clip := options.gradient_clip_val:
             raise MisconfigurationException(
-                f"trainer.gradient_clip_val={options.clip} clips what {OWNER} has bounded already; leave it out, and "
-                "set example_privacy.clip."
+                f"trainer.gradient_clip_val={clip} clips what {OWNER} has bounded already; leave it out, and set "
+                "example_privacy.clip."
             )
-        if options.accumulate > 1 or options.limit != 1 or is_count(options.limit):
-            name, value = ("limit_train_batches", options.limit)
-            if options.accumulate > 1:
-                name, value = "accumulate_grad_batches", options.accumulate
+        limit, accumulate = options.limit_train_batches, options.accumulate_grad_batches
+        if accumulate > 1 or limit != 1 or is_count(limit):
+            many = ("accumulate_grad_batches", accumulate) if accumulate > 1 else ("limit_train_batches", limit)
             raise MisconfigurationException(
-                f"trainer.{name}={value} counts batches of an epoch, and {OWNER} draws each batch anew from all "
+                f"trainer.{many[0]}={many[1]} counts batches of an epoch, and {OWNER} draws each batch anew from all "
                 "samples; leave it out, and set data.batch_size and trainer.local_steps."
             )
         if options.compile:
