@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.federation.stages import ConfiguredStage, Plan
+from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Message, Restored, StateDict, Updates, promoted
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 Packed = dict[str, Any]
 """Weights as they travel, by name: a record of tensors for a parameter, and any other entry as it is."""
@@ -66,7 +63,7 @@ class Compression(ConfiguredStage):
             ValueError: if the record is of no change of this size.
         """
 
-    def check(self, federation: "Federation") -> None:
+    def check(self, federation: Federated) -> None:
         """Refuse methods without weights in both directions."""
         client, aggregator = federation.client, federation.aggregator
         if "weights" not in client.sends or "weights" not in aggregator.sends:
@@ -76,7 +73,7 @@ class Compression(ConfiguredStage):
                 "FedAvg."
             )
 
-    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: Federated, plan: Plan, updates: Updates) -> Updates:
         """Return the updates with weights in plain dicts, as servers may keep them in their state."""
         return {client: update | {"weights": dict(update["weights"])} for client, update in updates.items()}
 

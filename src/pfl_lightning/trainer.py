@@ -7,7 +7,7 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
@@ -34,6 +34,7 @@ from pfl_lightning.callbacks import (
     best_checkpoint,
 )
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import Engine, EngineMaker, Processes
@@ -45,17 +46,14 @@ from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
 from pfl_lightning.internals.of_lightning import continue_run
+from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
 from pfl_lightning.runs.run_status import is_bare
+from pfl_lightning.schedules import Schedule
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.settings import Unpack, is_count
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
-
-if TYPE_CHECKING:
-    from pfl_lightning.compression import Compression
-    from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
-    from pfl_lightning.schedules import Schedule
 
 
 class TrainerSettings(TypedDict, total=False):
@@ -186,19 +184,20 @@ class FederatedTrainer(Trainer):
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         client_states: ClientStates = "memory",
         cohort: Selection | None = None,
-        example_privacy: "DPSGD | None" = None,
-        local_privacy: "LocalPrivacy | None" = None,
-        compression: "Compression | None" = None,
-        secure_sum: "SecureSum | None" = None,
+        example_privacy: DPSGD | None = None,
+        local_privacy: LocalPrivacy | None = None,
+        compression: Compression | None = None,
+        secure_sum: SecureSum | None = None,
         default_root_dir: str = "runs",
         steps_continue: bool = False,
         accumulate_grad_batches: int = 1,
         limit_train_batches: int | float | None = None,
         evaluate_clients: int | float = 1.0,
         checkpoint_common: bool = True,
-        schedule: "Schedule | None" = None,
+        schedule: Schedule | None = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
+        # before any other name is set
         given = dict(locals())
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
         arguments = cast(dict[str, Any], kwargs)

@@ -426,7 +426,7 @@ class CanaryAudit(SampleExchange):
         """
         if z == math.inf:
             return 0.0
-        aggregator, private = federation.aggregator, federation.options.example_privacy
+        aggregator, private = federation.aggregator, cast(DPSGD | None, federation.options.example_privacy)
         if private is None:
             made = [release._replace(noise_multiplier=z) for release in self._releases(federation)[0]]
             return bounded_epsilon(made, claim["delta"], cast(DPAverage, aggregator).epsilon)

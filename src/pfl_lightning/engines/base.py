@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -17,9 +17,6 @@ from pfl_lightning.data.batches import Limit
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
-
-if TYPE_CHECKING:
-    from pfl_lightning.privacy import DPSGD, Release
 
 
 class Extent(NamedTuple):
@@ -38,6 +35,29 @@ class Extent(NamedTuple):
     epochs: int | None
     steps: int | None
     limit: Limit
+
+
+class PrivateTraining(Protocol):
+    """What engines ask of training that is private for each sample, such as `DPSGD`."""
+
+    def train_phase(
+        self, engine: Any, part: Samples, phase: Phase, parameters: Any, optimizer: Any, generator: Any
+    ) -> Any:
+        """Train one client through a phase, and return each batch's number of samples and values."""
+
+    def block_steps(
+        self, engine: Any, attributes: Any, slots: Any, phase: Phase, block: Any, parameters: Any
+    ) -> tuple[Any, Iterator[Callable[[], StateDict]]]:
+        """Return the steps of a block of clients: how many there are, and a function for each one's gradients."""
+
+    def expected_samples(self, work: "LocalWork", phase: Phase, samples: int) -> int:
+        """Return the expected number of samples in all batches of a phase."""
+
+    def noised_update(self, update: Message, seed: int) -> Message:
+        """Return an update, with noise in what training alone doesn't cover."""
+
+    def releases(self, work: "LocalWork", phases: Sequence[Phase], samples: int) -> Sequence[Any]:
+        """Return what a client's round spends."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class LocalWork:
     last_batch: LastBatch = "keep"
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
-    example_privacy: "DPSGD | None" = None
+    example_privacy: "PrivateTraining | None" = None
     keeps_on_device: bool = False
     accumulate: int = 1
     limit: Limit = 1.0
@@ -200,7 +220,7 @@ class Outcome(NamedTuple):
     after: dict[str, dict[str, float]]
     seconds: float
     refused: str = ""
-    releases: "tuple[Release, ...]" = ()
+    releases: tuple[Any, ...] = ()
     steps: float = 0
     samples: float = 0
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,13 @@ from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import continued_orders
 from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
-from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
+from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome, PrivateTraining
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values, weighs_batches
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
 from pfl_lightning.internals.of_torch import take_step
 from pfl_lightning.messages import detached, is_finite
 from pfl_lightning.nets.batch_norm import smallest_batch
-
-if TYPE_CHECKING:
-    from pfl_lightning.privacy import DPSGD, Release
 
 Step: TypeAlias = tuple[int, dict[str, Tensor]]
 Divisor: TypeAlias = Tensor | float | None
@@ -150,7 +147,7 @@ class Sequential(Engine):
                 after = self.evaluate_present(job, data)
         # Under privacy judged by the update alone: NaN elsewhere would reveal samples without noise.
         finite = is_finite(update)
-        spent: tuple[Release, ...] = ()
+        spent: tuple[Any, ...] = ()
         if private is None:
             finite = finite and all(map(math.isfinite, metrics.values())) and is_finite(state.personal)
         else:
@@ -166,7 +163,7 @@ class Sequential(Engine):
         part: Samples,
         generator: torch.Generator,
         state: ClientState,
-        privacy: "DPSGD | None",
+        privacy: PrivateTraining | None,
     ) -> list[Step]:
         """Train one phase; return each batch's number of samples and values.
 

@@ -309,6 +309,7 @@ class Federation(LightningModule):
             with threads_for(module):
                 check_task(module, self.data)
             module.num_rounds = self.trainer.max_epochs or 1
+        # settings come first among the stages
         callbacks = self.stages[len(self.options.stages) :]
         if self.is_deployed and (acts := [each for each in callbacks if type(each).on_upload is not Stage.on_upload]):
             raise MisconfigurationException(
@@ -517,6 +518,7 @@ class Federation(LightningModule):
         for owner, name in owners:
             if not is_storable(owner.state):
                 owner.state = storable(owner.state, f"{name}.state")
+        # converted in the running state, as above
         for stage in self.options.stages.values():
             if not is_storable(state := stage.state_dict()):
                 stage.load_state_dict(storable(state, f"{stage.setting}.state"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -23,11 +23,6 @@ from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.selection import Poisson, Sampling, Selection
 from pfl_lightning.settings import check_choices, is_count
 from pfl_lightning.tasks import Monitor
-
-if TYPE_CHECKING:
-    from pfl_lightning.compression import Compression
-    from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
-    from pfl_lightning.schedules import Schedule
 
 STAGES = {
     "schedule": "Asynchronous() of pfl_lightning.schedules",
@@ -76,11 +71,12 @@ class FederationOptions:
     accumulate_grad_batches: int
     limit_train_batches: Limit
     checkpoint_common: bool
-    schedule: "Schedule | None"
-    example_privacy: "DPSGD | None"
-    local_privacy: "LocalPrivacy | None"
-    compression: "Compression | None"
-    secure_sum: "SecureSum | None"
+    # stages, of rooms that this one doesn't know
+    schedule: Any
+    example_privacy: Any
+    local_privacy: Any
+    compression: Any
+    secure_sum: Any
 
     def __post_init__(self) -> None:
         # 1 is one client or batch, and 1.0 all of them

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -13,12 +12,9 @@ from pfl_lightning.engines import ClientState, Job, Outcome
 from pfl_lightning.federation.checkpoint import is_storable, storable
 from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.federation.messages import Arrivals, accepted, check_payload
-from pfl_lightning.federation.stages import Plan
+from pfl_lightning.federation.stages import Federated, Plan
 from pfl_lightning.messages import Message, is_finite, keep_own, num_bytes
 from pfl_lightning.seeds import derive_seed
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 NUMBER_BYTES = 8
 """Bytes counted for a number that a client reports to the selection."""
@@ -34,7 +30,7 @@ class Round:
         clients: ids of all clients.
     """
 
-    def __init__(self, federation: "Federation", clients: list[int]) -> None:
+    def __init__(self, federation: Federated, clients: list[int]) -> None:
         self.federation, self.clients = federation, clients
         self.aggregator, self.options, self.data = federation.aggregator, federation.options, federation.data
         self.away = frozenset[int]().union(*(engine.absent for engine in federation.engines))

@@ -1,20 +1,17 @@
 """Stages of a round: what a setting or a callback adds between the steps that every round has."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from pfl_lightning.messages import Updates
-
-if TYPE_CHECKING:
-    from pfl_lightning.client.module import ClientModule
-    from pfl_lightning.data import FederatedDataModule
-    from pfl_lightning.engines import Job, LocalWork, Outcome
-    from pfl_lightning.federation.federation import Federation
-    from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.aggregators.base import Aggregator
+from pfl_lightning.client.module import ClientModule
+from pfl_lightning.data import FederatedDataModule, Split
+from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Outcome
+from pfl_lightning.messages import Message, StateDict, Updates
 
 Declared = Mapping[str, str]
 """Reasons, each a predicate behind the setting's name, by the effect on rounds that they are about."""
@@ -70,6 +67,127 @@ class Part(NamedTuple):
     excludes: Declared = NOTHING
 
 
+class Federated(Protocol):
+    """What a round and its stages see of the federation (`Federation`)."""
+
+    metrics: dict[str, Any]
+    """The round's row of the record so far."""
+    further_bytes: list[int]
+    """Bytes down and up beside those of the updates and of their payloads: sent to clients asked by the selection, or
+    whose update comes in a later round or never; and reported up."""
+
+    @property
+    def options(self) -> Any:
+        """The Trainer's settings, `FederationOptions`."""
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer."""
+
+    @property
+    def client(self) -> ClientModule:
+        """The client module."""
+
+    @property
+    def client_modules(self) -> list[ClientModule]:
+        """The client module of each architecture."""
+
+    @property
+    def aggregator(self) -> Aggregator:
+        """The server side."""
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The clients' data."""
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine of each architecture."""
+
+    @property
+    def evaluations(self) -> Any:
+        """The evaluations of clients, `Evaluations`."""
+
+    @property
+    def clients(self) -> MutableMapping[int, ClientState]:
+        """The states of clients that have trained, by id."""
+
+    @property
+    def round(self) -> int:
+        """Number of the round, from 0."""
+
+    @property
+    def seed(self) -> int | None:
+        """The run's seed."""
+
+    @property
+    def lr_factor(self) -> float:
+        """The round's learning rate divided by the configured one."""
+
+    @property
+    def drawn(self) -> tuple[int, list[int]]:
+        """Number and cohort of a round that was drawn ahead."""
+
+    @property
+    def shared(self) -> StateDict:
+        """The initial entries that clients share."""
+
+    @property
+    def shared_now(self) -> StateDict:
+        """The entries that clients share, in their types of now."""
+
+    @property
+    def remembered(self) -> Any:
+        """The aggregator's attributes, `Remembered`."""
+
+    @property
+    def publishable(self) -> tuple[str, ...]:
+        """Columns under a guarantee of privacy; empty without one."""
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether clients are at sites."""
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether rounds are run, and not an evaluation alone."""
+
+    def architecture_of(self, client: int) -> int:
+        """Return the index of a client's architecture."""
+
+    def engines_of(self, clients: Sequence[int]) -> Iterable[tuple[Engine, list[int]]]:
+        """Return pairs of an engine and its clients."""
+
+    def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
+        """Return clients' numbers of samples, by id."""
+
+    def job(
+        self, client: int, evaluate: tuple[Split, ...] = (), received: tuple[ClientState, Message] | None = None
+    ) -> Job:
+        """Return a client's work in the round."""
+
+    def received(self, client: int) -> tuple[ClientState, Message]:
+        """Return a client's state, and the payload that it would receive now."""
+
+    def cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
+        """Return the ids of a cohort, drawn for the round."""
+
+    def with_hook(self, hook: str) -> "list[Stage]":
+        """Return the stages with a hook of their own."""
+
+    def listeners(self, hook: str) -> list[Callable[..., Any]]:
+        """Return the callbacks' own methods for a hook."""
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks."""
+
+    def keep_storable(self) -> None:
+        """Convert what checkpoints can't take in the memory of server, selection and stages."""
+
+    def privacy(self, final: bool = False) -> dict[str, Any]:
+        """Return the guarantee of privacy so far."""
+
+
 class Stage:
     """A part that a setting (`ConfiguredStage`) or a callback of the user's own (`FederatedCallback`) adds to rounds.
 
@@ -101,7 +219,7 @@ class Stage:
         """The setting, as errors name it."""
         return f"trainer.callbacks={type(self).__name__}"
 
-    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan | None:
+    def on_plan(self, federation: Federated, there: Sequence[int], size: int) -> Plan | None:
         """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
 
         Args:
@@ -111,7 +229,7 @@ class Stage:
         """
         return None
 
-    def on_send(self, federation: "Federation", job: "Job") -> "Job":
+    def on_send(self, federation: Federated, job: Job) -> Job:
         """Return a client's work, with a payload that is perhaps another one; its bytes are counted by the payload.
 
         Args:
@@ -120,7 +238,7 @@ class Stage:
         """
         return job
 
-    def on_upload(self, outcome: "Outcome", job: "Job", module: "ClientModule") -> "Outcome":
+    def on_upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
         """Return what leaves the client after its training, such as a compressed update; called at the client.
 
         Args:
@@ -131,8 +249,8 @@ class Stage:
         return outcome
 
     def on_collect(
-        self, federation: "Federation", cohort: Sequence[int], outcomes: "dict[int, Outcome]"
-    ) -> "dict[int, Outcome]":
+        self, federation: Federated, cohort: Sequence[int], outcomes: dict[int, Outcome]
+    ) -> dict[int, Outcome]:
         """Return what the server learns of a round's outcomes, such as sums in place of updates.
 
         Args:
@@ -142,7 +260,7 @@ class Stage:
         """
         return outcomes
 
-    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: Federated, plan: Plan, updates: Updates) -> Updates:
         """Return the updates for the aggregator.
 
         Args:
@@ -169,7 +287,7 @@ class ConfiguredStage(Stage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a checkpoint's `state_dict`."""
 
-    def check_options(self, options: "FederationOptions") -> None:
+    def check_options(self, options: Any) -> None:
         """Refuse other settings of the trainer.
 
         Args:
@@ -198,7 +316,7 @@ class ConfiguredStage(Stage):
         """
         return size
 
-    def check_data(self, client: "ClientModule", data: "FederatedDataModule") -> None:
+    def check_data(self, client: ClientModule, data: FederatedDataModule) -> None:
         """Refuse data or a net.
 
         Args:
@@ -210,8 +328,8 @@ class ConfiguredStage(Stage):
         """
 
     def work(
-        self, work: "LocalWork", modules: "Sequence[ClientModule]", data: "FederatedDataModule", trainer: Trainer
-    ) -> "LocalWork":
+        self, work: LocalWork, modules: Sequence[ClientModule], data: FederatedDataModule, trainer: Trainer
+    ) -> LocalWork:
         """Return the settings of clients' local training, with what the stage changes in them.
 
         Args:
@@ -222,7 +340,7 @@ class ConfiguredStage(Stage):
         """
         return work
 
-    def check(self, federation: "Federation") -> None:
+    def check(self, federation: Federated) -> None:
         """Refuse a federation for which it isn't made; called when client and aggregator are known.
 
         Args:
@@ -232,14 +350,14 @@ class ConfiguredStage(Stage):
             MisconfigurationException: if it isn't made for it.
         """
 
-    def begin(self, federation: "Federation") -> None:
+    def begin(self, federation: Federated) -> None:
         """Start anew before the first round; on resume, the checkpoint's `state` follows.
 
         Args:
             federation: the federation, with data and seed.
         """
 
-    def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: "Mapping[int, Outcome]") -> None:
+    def spend(self, federation: Federated, cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
         """Count what a round's training has spent, before the server sees an update.
 
         Args:
@@ -251,10 +369,10 @@ class ConfiguredStage(Stage):
             MisconfigurationException: if it is more than there is.
         """
 
-    def end(self, federation: "Federation") -> None:
+    def end(self, federation: Federated) -> None:
         """Keep what the round has changed; called once its updates are aggregated."""
 
-    def count_lost(self, federation: "Federation", cohorts: Sequence[Sequence[int]]) -> None:
+    def count_lost(self, federation: Federated, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds that the checkpoint lacks, but whose models others may have seen.
 
         Args:
@@ -262,7 +380,7 @@ class ConfiguredStage(Stage):
             cohorts: the clients of each of these rounds.
         """
 
-    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
         """Return the privacy guarantee of the rounds so far.
 
         Args:
@@ -275,7 +393,7 @@ class ConfiguredStage(Stage):
         """Return settings that may keep all updates from coming, with their values, for a warning."""
         return []
 
-    def of_client(self, federation: "Federation", client: int) -> dict[str, float]:
+    def of_client(self, federation: Federated, client: int) -> dict[str, float]:
         """Return columns of a client's row in ``clients.csv``, such as its epsilon.
 
         Args:
@@ -298,6 +416,7 @@ def refuse_pairs(parts: Iterable[Declares]) -> None:
     for part in parts:
         for effect in part.excludes:
             for other in parts:
+                # a setting may exclude what it does itself, where two of its kind don't go together
                 if other is not part and effect in other.does:
                     raise MisconfigurationException(clash(other, part, effect))
 

@@ -215,7 +215,7 @@ class Worker:
     @property
     def summing(self) -> SecureSum | None:
         """Return the settings of secure sums from the site's own configuration, never from the server."""
-        return self.trainer.rounds.secure_sum
+        return cast(SecureSum | None, self.trainer.rounds.secure_sum)
 
     def _party(self, client: int) -> Party:
         if self.summing is None:

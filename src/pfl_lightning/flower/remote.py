@@ -40,6 +40,7 @@ from pfl_lightning.flower.template import (
 )
 from pfl_lightning.flower.wire import LARGE, on_disk, unpack
 from pfl_lightning.messages import Message, Restored, StateDict, num_bytes, tensors
+from pfl_lightning.privacy import DPSGD
 from pfl_lightning.privacy.secure_sum import Encoding
 
 ANSWER_BYTES = 1 << 20
@@ -552,7 +553,7 @@ class Remote(Engine):
             if compressed:
                 update["weights"] = self.stored(self._restored(job, update["weights"], like["weights"]))
             # with noise, class counts no longer add up to the number of samples
-            private = self.work.example_privacy
+            private = cast(DPSGD | None, self.work.example_privacy)
             check_counts(update, samples, private is not None and private.counts_epsilon is not None)
             if self.max_norm is not None:
                 check_norm(update, job.payload, self.max_norm)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -30,7 +30,7 @@ from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import SharedAttributes
-from pfl_lightning.federation.stages import ConfiguredStage
+from pfl_lightning.federation.stages import ConfiguredStage, Federated
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.nets.batch_norm import smallest_batch
 from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, check_range, least_noise, within
@@ -48,10 +48,6 @@ from pfl_lightning.privacy.noise import (
 from pfl_lightning.privacy.settings import check_one, check_spent
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices, is_count
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
-    from pfl_lightning.federation.options import FederationOptions
 
 OWNER = "trainer.example_privacy"
 ADJACENCY = "add or remove: a sample of one client is there or isn't; how many samples clients have is public"
@@ -214,7 +210,7 @@ class DPSGD(ConfiguredStage):
         """The private steps of each client so far, by id."""
         return self._spent
 
-    def check_options(self, options: "FederationOptions") -> None:
+    def check_options(self, options: Any) -> None:
         """Refuse settings in conflict with bounds of single samples."""
         if clip := options.gradient_clip_val:
             raise MisconfigurationException(
@@ -236,7 +232,7 @@ class DPSGD(ConfiguredStage):
         if options.is_deployed:
             self.deployed()
 
-    def check(self, federation: "Federation") -> None:
+    def check(self, federation: Federated) -> None:
         """Refuse clients and servers by which samples count otherwise than through noisy steps."""
         check_example_level(federation.client, federation.aggregator, self.counts_epsilon is not None)
 
@@ -289,11 +285,11 @@ class DPSGD(ConfiguredStage):
         ]
         return replace(work, example_privacy=self.calibrated(plans))
 
-    def begin(self, federation: "Federation") -> None:
+    def begin(self, federation: Federated) -> None:
         """Begin with nothing spent."""
         self._spent.clear()
 
-    def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
+    def spend(self, federation: Federated, cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
         """Count the private steps of a round, and stop before the server sees an update beyond the target."""
         self._count(federation, cohort, outcomes)
         if self.epsilon is not None:
@@ -301,13 +297,13 @@ class DPSGD(ConfiguredStage):
             spent = self._largest(self._spent, federation.sizes(self._spent, "train"))
             check_spent(OWNER, self.epsilon, spent, federation.round)
 
-    def count_lost(self, federation: "Federation", cohorts: Sequence[Sequence[int]]) -> None:
+    def count_lost(self, federation: Federated, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds without a checkpoint; seeded noise is drawn again as before, and counts once."""
         for cohort in cohorts if self.is_secure else ():
             self._count(federation, cohort, {}, lost=True)
 
     def _count(
-        self, federation: "Federation", cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False
+        self, federation: Federated, cohort: Sequence[int], outcomes: Mapping[int, Outcome], lost: bool = False
     ) -> None:
         """Count the private steps of a round, of each client as often as the engine asked for them.
 
@@ -337,11 +333,11 @@ class DPSGD(ConfiguredStage):
         self._spent.clear()
         self._spent.update({k: [Release(*each) for each in releases] for k, releases in state["spent"].items()})
 
-    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
         """Return the guarantee of the rounds so far."""
         return self.told(self._spent, federation.sizes(self._spent, "train"))
 
-    def of_client(self, federation: "Federation", client: int) -> dict[str, float]:
+    def of_client(self, federation: Federated, client: int) -> dict[str, float]:
         """Return the client's epsilon."""
         return {"epsilon": self.epsilon_of(self._spent.get(client, []), federation.data.size(client, "train"))}
 

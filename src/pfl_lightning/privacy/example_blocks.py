@@ -1,7 +1,7 @@
 """Differentially private steps of many clients at once, with batches, bound and noise of each client's own."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,7 @@ from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.messages import StateDict, tree_map
-from pfl_lightning.privacy.example_steps import Draws, ExampleGradients, Values, noised
-
-if TYPE_CHECKING:
-    from pfl_lightning.privacy.dp_sgd import DPSGD
+from pfl_lightning.privacy.example_steps import Draws, ExampleGradients, Mechanism, Values, noised
 
 
 class PrivateStep(NamedTuple):
@@ -52,7 +49,7 @@ class PoissonPlan:
     """
 
     def __init__(
-        self, privacy: "DPSGD", work: LocalWork, phase: Phase, block: Block, trained: dict[str, nn.Parameter]
+        self, privacy: Mechanism, work: LocalWork, phase: Phase, block: Block, trained: dict[str, nn.Parameter]
     ) -> None:
         self.privacy = privacy
         self.block = block
@@ -105,7 +102,7 @@ class PrivateDifferentiator:
         self,
         sequential: Sequential,
         attributes: SharedAttributes,
-        privacy: "DPSGD",
+        privacy: Mechanism,
         slots: Slots,
         block: Block,
         trained: dict[str, nn.Parameter],

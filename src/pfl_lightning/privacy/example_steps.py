@@ -1,9 +1,9 @@
 """Bounded gradients of single samples, their sums, and noise, for steps of differentially private training."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,10 +19,29 @@ from pfl_lightning.engines.steps import step_values
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.privacy.noise import towards_zero
 
-if TYPE_CHECKING:
-    from pfl_lightning.privacy.dp_sgd import DPSGD
-
 Values = dict[str, Tensor]
+
+
+class Mechanism(Protocol):
+    """Bound, noise and sampling of private steps, as `DPSGD` describes them."""
+
+    @property
+    def clip(self) -> float:
+        """The largest norm of one sample's gradient."""
+
+    @property
+    def grid(self) -> float | None:
+        """The step of the grid for bounded gradients and their noise."""
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """Gradients of single samples that are held at a time."""
+
+    def drawn(self, samples: int, rate: float, generator: torch.Generator) -> Tensor:
+        """Return the rows of a client's batch."""
+
+    def drawn_noise(self, entries: Collection[Tensor], generator: torch.Generator) -> Tensor:
+        """Return the noise of a step."""
 
 
 class Draws(NamedTuple):
@@ -78,7 +97,7 @@ class ExampleGradients:
         module: ClientModule,
         slots: Slots,
         trained: list[str],
-        privacy: "DPSGD",
+        privacy: Mechanism,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module = module

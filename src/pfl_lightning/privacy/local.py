@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Job, Outcome
-from pfl_lightning.federation.stages import ConfiguredStage
+from pfl_lightning.federation.stages import ConfiguredStage, Federated
 from pfl_lightning.privacy.accountant import check_range
 from pfl_lightning.privacy.dp_sgd import PUBLISHABLE
 from pfl_lightning.privacy.local_noise import check_local, check_shared, noised
@@ -31,10 +31,6 @@ from pfl_lightning.privacy.noise import (
 )
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import check_choices
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
-    from pfl_lightning.federation.options import FederationOptions
 
 OWNER = "trainer.local_privacy"
 ADJACENCY = (
@@ -131,7 +127,7 @@ class LocalPrivacy(ConfiguredStage):
         """The epsilon of each client's updates so far, by id."""
         return self._spent
 
-    def check_options(self, options: "FederationOptions") -> None:
+    def check_options(self, options: Any) -> None:
         """Refuse noise from a seed at sites, and cohorts by what clients hold or tell."""
         if options.is_deployed:
             self.deployed()
@@ -141,30 +137,30 @@ class LocalPrivacy(ConfiguredStage):
                 f"{OWNER} doesn't cover; take Uniform, Poisson or Availability."
             )
 
-    def check(self, federation: "Federation") -> None:
+    def check(self, federation: Federated) -> None:
         """Refuse clients that send more than noised weights, and servers that ask for more."""
         check_local(federation.client, federation.aggregator)
         for module in federation.client_modules:
             check_shared(module)
 
-    def begin(self, federation: "Federation") -> None:
+    def begin(self, federation: Federated) -> None:
         """Begin with nothing spent."""
         self._spent = {}
 
     def on_upload(self, outcome: Outcome, job: Job, module: ClientModule) -> Outcome:
         """Return the outcome with noised weights, and without metrics of the training."""
-        return noised(outcome, job, module, self)
+        return noised(outcome, job, module, lambda change: self.noised(change, self.draws(job.seed)))
 
-    def spend(self, federation: "Federation", cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
+    def spend(self, federation: Federated, cohort: Sequence[int], outcomes: Mapping[int, Outcome]) -> None:
         """Count the noised update of each client of a round, as often as it was asked for."""
         self._count(federation, cohort)
 
-    def count_lost(self, federation: "Federation", cohorts: Sequence[Sequence[int]]) -> None:
+    def count_lost(self, federation: Federated, cohorts: Sequence[Sequence[int]]) -> None:
         """Count rounds without a checkpoint; seeded noise is drawn again as before, and counts once."""
         for cohort in cohorts if self.is_secure else ():
             self._count(federation, cohort, lost=True)
 
-    def _count(self, federation: "Federation", cohort: Sequence[int], lost: bool = False) -> None:
+    def _count(self, federation: Federated, cohort: Sequence[int], lost: bool = False) -> None:
         """Count a round.
 
         Args:
@@ -185,11 +181,11 @@ class LocalPrivacy(ConfiguredStage):
         """Go on with a checkpoint's epsilons."""
         self._spent = dict(state["spent"])
 
-    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
         """Return the guarantee of the rounds so far."""
         return self.told(self._spent)
 
-    def of_client(self, federation: "Federation", client: int) -> dict[str, float]:
+    def of_client(self, federation: Federated, client: int) -> dict[str, float]:
         """Return the client's epsilon."""
         return {"epsilon": self._spent.get(client, 0.0)}
 

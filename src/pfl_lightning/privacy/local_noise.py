@@ -1,7 +1,6 @@
 """Noise a client's update before it leaves the client, and refuse what would leave without noise."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,12 +14,9 @@ from pfl_lightning.contract.guarantee import BOUNDED, unfit
 from pfl_lightning.engines import Job, Outcome
 from pfl_lightning.messages import StateDict, is_finite
 
-if TYPE_CHECKING:
-    from pfl_lightning.privacy.local import LocalPrivacy
-
 
 @torch.no_grad()
-def noised(outcome: Outcome, job: Job, module: ClientModule, local: "LocalPrivacy") -> Outcome:
+def noised(outcome: Outcome, job: Job, module: ClientModule, noise: Callable[[Tensor], Tensor]) -> Outcome:
     """Return a client's outcome with noised weights, and without metrics of its training.
 
     Training that diverged gives a noised change of zero, and leaves the client's state as it was: who diverged tells of
@@ -30,7 +26,7 @@ def noised(outcome: Outcome, job: Job, module: ClientModule, local: "LocalPrivac
         outcome: the outcome of the client's training.
         job: the client's job, with the received weights.
         module: the client module of the client's architecture.
-        local: the mechanism.
+        noise: returns a noised change ``[d]``, in float64.
 
     Raises:
         MisconfigurationException: if the update has an entry that would leave the client without noise.
@@ -52,7 +48,7 @@ def noised(outcome: Outcome, job: Job, module: ClientModule, local: "LocalPrivac
     if not (outcome.finite and is_finite({"change": change})):
         change, state = torch.zeros_like(change), job.state
     sizes = [received[name].numel() for name in names]
-    moved = start + local.noised(change, local.draws(job.seed))
+    moved = start + noise(change)
     parts = dict(zip(names, torch.split(moved, sizes), strict=True))
     weights = {
         name: parts[first[name]].view(tensor.shape).to(tensor.dtype) for name, tensor in update["weights"].items()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.engines import Outcome
-from pfl_lightning.federation.stages import ConfiguredStage, Plan
+from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.privacy.noise import clipped, secure_normal, seeded_normal
 from pfl_lightning.settings import check_choices
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
 
 OWNER = "trainer.secure_sum"
 COUNT = "num_samples"
@@ -108,7 +105,7 @@ class SecureSum(ConfiguredStage):
 
     # A stage of the round
 
-    def check(self, federation: "Federation") -> None:
+    def check(self, federation: Federated) -> None:
         """Refuse clients that send nothing, and servers that look at single updates."""
         client, aggregator = federation.client, federation.aggregator
         if not client.sends:
@@ -134,7 +131,7 @@ class SecureSum(ConfiguredStage):
             )
 
     def on_collect(
-        self, federation: "Federation", cohort: Sequence[int], outcomes: dict[int, Outcome]
+        self, federation: Federated, cohort: Sequence[int], outcomes: dict[int, Outcome]
     ) -> dict[int, Outcome]:
         """Return the outcomes with the mean in place of each update, as a deployment's server gets it.
 
@@ -173,13 +170,13 @@ class SecureSum(ConfiguredStage):
         self._row["time/secure_sum"] = time.perf_counter() - start
         return taken
 
-    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: Federated, plan: Plan, updates: Updates) -> Updates:
         """Return the updates, and record the bytes of keys, shares and vectors in place of updates' own."""
         row = federation.metrics
         row |= self._row | {"bytes/down": row["bytes/down"] + self._row.get("bytes/down", 0)}
         return updates
 
-    def statement(self, federation: "Federation", told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
         """Return the aggregator's guarantee, with what it assumes of clients."""
         if not told:
             return told

@@ -1,30 +1,25 @@
-"""Schedules: a simulated clock of device speeds decides which updates a round has, and how long the round takes."""
+"""The base class of schedules: speeds of devices, and what a clock changes in a round."""
 
 import csv
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.aggregators.aggregator_list import parts_of
-from pfl_lightning.federation.stages import ConfiguredStage, Plan
+from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Updates, num_bytes, tree_map
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.selection.base import enough
-from pfl_lightning.settings import Unpack, as_call, check_choices, check_least, is_count
-
-if TYPE_CHECKING:
-    from pfl_lightning.federation.federation import Federation
+from pfl_lightning.settings import as_call, check_choices, check_least
 
 Distribution: TypeAlias = Literal["constant", "lognormal", "uniform", "exponential", "halfnormal"]
 """Distributions of the clients' seconds per sample."""
@@ -155,7 +150,7 @@ class Schedule(ConfiguredStage):
         """The setting, as errors name it."""
         return f"trainer.schedule={type(self).__name__}"
 
-    def begin(self, federation: "Federation") -> None:
+    def begin(self, federation: Federated) -> None:
         """Start the clock, and refuse a timeout before the end of every client's training."""
         data, clients = federation.data, federation.data.num_clients
         self.setup(cast(int, federation.seed), clients)
@@ -163,7 +158,7 @@ class Schedule(ConfiguredStage):
         if federation.is_fitting and not data.redivides:
             self.check_timeout(((k, samples_of(federation, k)) for k in range(clients)), data.client_label)
 
-    def on_plan(self, federation: "Federation", there: Sequence[int], size: int) -> Plan:
+    def on_plan(self, federation: Federated, there: Sequence[int], size: int) -> Plan:
         """Return the course of a round, and count the payloads that travel."""
         copies: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -184,7 +179,7 @@ class Schedule(ConfiguredStage):
             federation.further_bytes[0] += sum(num_bytes(federation.job(client).travelling) for client in absent)
         return plan
 
-    def on_deliver(self, federation: "Federation", plan: Plan, updates: Updates) -> Updates:
+    def on_deliver(self, federation: Federated, plan: Plan, updates: Updates) -> Updates:
         """Return the updates, with the entry ``arrival`` for servers that read it, and record the clock."""
         stale = {k: federation.round - plan.sent[k]["round"] if plan.sent else 0 for k in updates}
         federation.metrics[SIMULATED] = self._course.seconds
@@ -200,7 +195,7 @@ class Schedule(ConfiguredStage):
             added[client] = {**update, "arrival": counts | {"weights": payload.get("weights", {})}}
         return added
 
-    def end(self, federation: "Federation") -> None:
+    def end(self, federation: Federated) -> None:
         """Move the clock on."""
         self.state = self._course.state
 
@@ -320,150 +315,7 @@ class Schedule(ConfiguredStage):
         """
 
 
-class Synchronous(Schedule):
-    """Rounds in which all clients train from the same model, on a simulated clock.
-
-    The round ends with the last update, or earlier by ``min_results``, ``grace`` and ``timeout``, which are a
-    deployment's settings of the same names. Updates that come later are dropped, and the client's personal entries stay
-    as they were before the round. Such a client works on until it has ended, and begins its next training not before.
-    Without these settings and without dropouts a round is the same as with no schedule, bit for bit.
-
-    Args:
-        min_results: share of the round's clients, above 0.0 and up to 1.0, whose updates are enough to end the round; a
-            whole number from 1 up counts clients of a full round.
-        grace: seconds for further updates once there are enough, 0 or more.
-        **kwargs: the arguments of `Schedule`.
-
-    Raises:
-        MisconfigurationException: if a value is out of range.
-    """
-
-    def __init__(self, min_results: int | float = 1.0, grace: float = 0.0, **kwargs: Unpack[SpeedSettings]) -> None:
-        super().__init__(**kwargs)
-        if not is_count(min_results) and not (isinstance(min_results, float) and 0 < min_results <= 1):
-            raise MisconfigurationException(
-                f"trainer.schedule.min_results={min_results} must be a number of clients from 1 up, or a share above "
-                "0.0 and up to 1.0."
-            )
-        check_least("trainer.schedule", grace=(grace, 0))
-        self.min_results, self.grace = min_results, grace
-
-    def updates(self, size: int) -> int:
-        """Return the number of updates that are enough."""
-        return enough(self.min_results, size, size)
-
-    def course(self, turn: Turn) -> Course:
-        """Return the course of a round: the first updates count."""
-        begin, busy = self.state["now"], self.state.get("busy", {})
-        cohort = turn.draw(turn.clients, turn.size, 0)
-        took = {client: self.took(client, turn.samples(client)) for client in cohort}
-        ends = {client: max(begin, busy.get(client, begin)) + took[client] for client in cohort}
-        lost = {client for client in cohort if self.is_lost(client, turn.round)}
-        # a lost client is known to be lost when its update would have come
-        end = min(max(ends.values(), default=begin), begin + (self.timeout or math.inf))
-        answers = sorted((ends[client], client) for client in ends.keys() - lost if ends[client] <= end)
-        wanted = max(1, enough(self.min_results, len(cohort), turn.size))
-        if len(answers) >= wanted:
-            end = min(end, answers[wanted - 1][0] + self.grace)
-        # without a grace, nobody counts who comes at the same moment as the last that was waited for
-        further = [answer for answer in answers[wanted:] if self.grace and answer[0] <= end]
-        arrived = [client for _, client in answers[:wanted] + further]
-        # a device can't train twice at once, so that who is late begins its next training late
-        busy = busy | {client: ends[client] for client in ends.keys() - lost}
-        state = {"now": end, "busy": {client: time for client, time in sorted(busy.items()) if time > end}}
-        return Course(Plan(cohort, arrived, {}, took), end - begin, state)
-
-
-class Asynchronous(Schedule):
-    r"""Clients train without waiting for each other, and a round is one step of the server by the first updates.
-
-    ``trainer.clients_per_round`` clients train at once, each from the model that it received at its start. A client
-    whose update has arrived makes room for another one, chosen by ``trainer.cohort`` among the clients that neither
-    train nor have an update in the buffer. When ``buffer`` updates have arrived, the server steps, and their clients
-    may train again. An update is stale by the number of steps since its client's start; `FedBuff` and `FedAsync` weigh
-    updates by this, and other aggregators take them as they are. Updates that arrive at once are taken by their
-    clients' ids, and clients start after the updates of the same moment.
-
-    Args:
-        buffer: number of updates for a step of the server, from 1 to the number of clients.
-        **kwargs: the arguments of `Schedule`. After ``timeout`` a client's training is given up.
-
-    Raises:
-        MisconfigurationException: if a value is out of range.
-    """
-
-    does = MappingProxyType({**Schedule.does, "stale": "has updates from models of earlier rounds"})
-    excludes = MappingProxyType(
-        {
-            **Schedule.excludes,
-            **dict.fromkeys(
-                ("moves", "changes"),
-                "trains a client at its update, on samples of another time than its start's; take Synchronous, or data "
-                "without a change",
-            ),
-            "any number": "keeps a fixed number at work; take Uniform or another choice",
-        }
-    )
-
-    def __init__(self, buffer: int = 10, **kwargs: Unpack[SpeedSettings]) -> None:
-        super().__init__(**kwargs)
-        if not is_count(buffer):
-            raise MisconfigurationException(
-                f"trainer.schedule.buffer={buffer} must be a number of updates from 1 up, such as 10."
-            )
-        self.buffer = buffer
-
-    def updates(self, size: int) -> int:
-        """Return the size of the buffer."""
-        return self.buffer
-
-    def check_size(self, size: int, num_clients: int) -> None:
-        """Refuse a buffer that is larger than the federation, since each client has one update in it at most."""
-        if self.buffer > num_clients:
-            raise MisconfigurationException(
-                f"trainer.schedule.buffer={self.buffer} is more than data.num_clients={num_clients}, and a client has "
-                "one update in the buffer at most; take at most that many."
-            )
-
-    def course(self, turn: Turn) -> Course:
-        """Return the course of a round: clients start and updates arrive until the buffer is full."""
-        begin = now = self.state["now"]
-        # a copy, as the state changes only once the round is over
-        flying = dict(self.state.get("flying", {}))
-        gone: dict[int, dict[str, Any]] = {}
-        arrived: list[int] = []
-        for draw in count():
-            idle = [client for client in turn.clients if client not in flying and client not in gone]
-            if (free := min(turn.size - len(flying), len(idle))) > 0:
-                for client in turn.draw(idle, free, draw):
-                    flying[client] = self._started(client, turn, now)
-            # nobody is left to train, as with few clients available: the step is by fewer updates
-            if not flying:
-                break
-            # straight to the next arrival: nothing happens in between
-            now = min(flight["arrives"] for flight in flying.values())
-            for client in sorted(client for client, flight in flying.items() if flight["arrives"] == now):
-                gone[client] = flying.pop(client)
-                if not gone[client]["lost"]:
-                    arrived.append(client)
-                if len(arrived) == self.buffer:
-                    break
-            if len(arrived) == self.buffer:
-                break
-        took = {client: flight["arrives"] - flight["starts"] for client, flight in gone.items()}
-        return Course(Plan(sorted(gone), arrived, gone, took), now - begin, {"now": now, "flying": flying})
-
-    def _started(self, client: int, turn: Turn, now: float) -> dict[str, Any]:
-        """Return the record of a training that starts."""
-        took, lost = self.took(client, turn.samples(client)), self.is_lost(client, turn.round)
-        # a server can't tell a slow client from a lost one, and gives both up after the same time
-        if self.timeout is not None and took > self.timeout:
-            took, lost = self.timeout, True
-        flight = {"round": turn.round, "starts": now, "arrives": now + took, "lost": lost}
-        return flight | turn.send(client)
-
-
-def samples_of(federation: "Federation", client: int) -> int:
+def samples_of(federation: Federated, client: int) -> int:
     """Return the number of samples that a client's local training processes, every pass counted.
 
     Args:
@@ -471,7 +323,7 @@ def samples_of(federation: "Federation", client: int) -> int:
         client: the client's id.
     """
     data = federation.data
-    return federation.options.samples_trained(data.size(client, "train"), data.batch_size)
+    return int(federation.options.samples_trained(data.size(client, "train"), data.batch_size))
 
 
 def read_speeds(path: str, delay: float) -> dict[int, tuple[float, float]]:
