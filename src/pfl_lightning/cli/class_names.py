@@ -3,7 +3,7 @@
 import inspect
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,12 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pfl_lightning.aggregators import Aggregator, Mean
 from pfl_lightning.client import ClientModule
-from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule, Partitioner
+from pfl_lightning.federation.options import STAGES
 from pfl_lightning.nets import Net
-from pfl_lightning.privacy import LocalPrivacy
-from pfl_lightning.schedules import Schedule
 from pfl_lightning.selection import Selection
+from pfl_lightning.trainer import FederatedTrainer
 
 KINDS: dict[str, type] = {
     "model": ClientModule,
@@ -29,9 +28,12 @@ KINDS: dict[str, type] = {
     "mean": Mean,
     "partitioner": Partitioner,
     "cohort": Selection,
-    "schedule": Schedule,
-    "compression": Compression,
-    "local_privacy": LocalPrivacy,
+    **{
+        name: kind
+        for name, parameter in inspect.signature(FederatedTrainer).parameters.items()
+        # of settings that are no class to choose, flags are the class's own
+        if name in STAGES and inspect.isabstract(kind := get_args(parameter.annotation)[0])
+    },
     "net": Net,
     "optimizer": Optimizer,
     "lr_scheduler": LRScheduler,
