@@ -1,6 +1,7 @@
 """Stages of a round: rooms that the core does without, and hooks of a callback of one's own."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pfl_lightning.schedules import Synchronous
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "round.md"
 ROOMS = {
     # deployments and an audit need it
     "privacy": ["privacy", "flower", "resident.py", "callbacks/canary_audit.py"],
@@ -119,6 +121,39 @@ def test_a_callback_decides_what_the_server_takes():
     run = fit(make_client(), callbacks=[FirstOnly()], max_rounds=2)
     alone = fit(make_client(), blobs(), callbacks=[Halved(first=1)], max_rounds=1)
     assert [row["clients"] for row in run.rows] == [1, 1] and alone.rows[0]["clients"] == 1
+
+
+def rounded():
+    """The class of the page about a round."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(block, names)
+    return names["Rounded"]()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_page_s_class_rounds_what_comes_up(engine):
+    seen = Spied()
+    fit(make_client(), engine=engine, callbacks=[rounded(), seen], max_rounds=2)
+    assert len(seen.changes) == 8
+    for change in seen.changes:
+        steps = change * 1000
+        assert torch.allclose(steps, steps.round(), atol=0.01) and steps.abs().max() > 1
+
+
+class Spied(FederatedCallback):
+    def __init__(self) -> None:
+        self.changes = []
+
+    def on_aggregate_start(self, trainer, federation, updates):
+        received = federation.aggregator.download(0)["weights"]
+        for update in updates.values():
+            self.changes.append(torch.cat([(update["weights"][n] - t).flatten() for n, t in received.items()]))
+
+
+def test_the_page_s_class_is_refused_under_sums():
+    with pytest.raises(MisconfigurationException, match=r"trainer\.secure_sum .* trainer\.callbacks=Rounded"):
+        fit(make_client(), callbacks=[rounded()], secure_sum=SecureSum())
 
 
 # Pairs

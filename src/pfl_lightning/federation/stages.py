@@ -13,6 +13,8 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Outcome
 from pfl_lightning.messages import Message, StateDict, Updates
 
+__all__ = ["ConfiguredStage", "Federated", "Part", "Plan", "Stage"]
+
 Declared = Mapping[str, str]
 """Reasons, each a predicate behind the setting's name, by the effect on rounds that they are about."""
 NOTHING: Declared = MappingProxyType({})
