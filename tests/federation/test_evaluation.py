@@ -238,7 +238,7 @@ def test_other_samples_may_not_continue_a_run(tmp_path):
 
 @pytest.mark.parametrize("part", [0, -1, 0.0, 1.5, 9, "3", None, True])
 def test_impossible_samples_are_refused(part):
-    with pytest.raises(MisconfigurationException, match=f"trainer.evaluate_clients={part}"):
+    with pytest.raises(MisconfigurationException, match=f"trainer.evaluate_clients={part!r}"):
         sampled(evaluate_clients=part)
 
 
