@@ -27,9 +27,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.cli.argv import resolved
 from pfl_lightning.cli.compare.runs import Run, reason
 from pfl_lightning.cli.main import main as command
-from pfl_lightning.engines.die_with_parent import end_with
 from pfl_lightning.runs.folder import held
-from pfl_lightning.stopping import Stopped
+from pfl_lightning.stopping import Stopped, end_with
 
 PLOT = Path(__file__).parents[1] / "docs" / "plot_robustness.py"
 CLIENTS = 20

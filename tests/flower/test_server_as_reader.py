@@ -12,7 +12,6 @@ from deployments import deploy, grid_of
 from federations import Altered, blobs, equal, fit, make_client
 from pfl_lightning import WeightedAverage
 from pfl_lightning.data import Samples
-from pfl_lightning.engines import sequential
 from pfl_lightning.flower.wire import names, unpack
 from pfl_lightning.methods import Ditto, FedAvg, FedBABU
 from pfl_lightning.privacy import DPSGD, dp_sgd
@@ -55,7 +54,7 @@ def received(method, folder, data, monkeypatch, **settings):
     }
     for name, function in drawn.items():
         monkeypatch.setattr(dp_sgd, name, function)
-    monkeypatch.setattr(sequential, "secure_seed", lambda: 0)
+    monkeypatch.setattr(dp_sgd, "secure_seed", lambda: 0)
 
     def make():
         return make_client(method)
