@@ -35,6 +35,7 @@ ROOMS = {
     "pfl_lightning.selection": "The cohort of a round",
     "pfl_lightning.schedules": "A simulated clock of devices",
     "pfl_lightning.federation.stages": "What settings and callbacks add to a round",
+    "pfl_lightning.compression": "Updates in fewer bytes",
     "pfl_lightning.client": "Hooks and phases of the client side",
     "pfl_lightning.engines": "How the clients of a round run",
 }

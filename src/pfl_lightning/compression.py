@@ -17,6 +17,8 @@ from pfl_lightning.engines import Job, Outcome
 from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Message, Restored, StateDict, Updates, promoted
 
+__all__ = ["Compression", "EightBits", "HalfPrecision", "Sign", "TopK"]
+
 Packed = dict[str, Any]
 """Weights as they travel, by name: a record of tensors for a parameter, and any other entry as it is."""
 

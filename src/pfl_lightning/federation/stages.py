@@ -353,7 +353,7 @@ class ConfiguredStage(Stage):
         """
 
     def begin(self, federation: Federated) -> None:
-        """Start anew before the first round; on resume, the checkpoint's `state` follows.
+        """Start anew before the first round; on resume, `load_state_dict` follows.
 
         Args:
             federation: the federation, with data and seed.
