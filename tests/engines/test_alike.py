@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from federations import Altered, blobs, equal, fit, make_client, noisy
-from pfl_lightning.engines import Sequential, evaluation
+from pfl_lightning.engines import ClientMetrics, Sequential, evaluation
 from pfl_lightning.engines.evaluation import POOLED, computed_on, evaluate_outputs, mean_of
 from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedBABU, FedBN, FedPer, FedProx, Local
 from pfl_lightning.nets import Net
@@ -82,7 +82,8 @@ def test_values_from_the_outputs_of_many_are_those_of_each(name, monkeypatch):
     monkeypatch.setattr(evaluation, "computed_on", lambda few, *args: alone.update(few) or computed_on(few, *args))
     together = evaluate_outputs(outputs, target, OF_CLIENTS, metrics, task)
     assert {key for key in alone if not key.endswith(POOLED)} == ALONE.get(name, set()) - {"loss"}
-    for rows, found in zip(torch.arange(len(outputs)).split(OF_CLIENTS), together, strict=True):
+    of_clients = ClientMetrics([(range(len(OF_CLIENTS)), together)]).values()
+    for rows, found in zip(torch.arange(len(outputs)).split(OF_CLIENTS), of_clients, strict=True):
         own = outputs[rows], target[rows]
         expected = computed_on(metrics, *own) | {"loss": mean_of(task.loss(*own, "sum"), task.weight(own[1]))}
         assert list(found) == list(expected)

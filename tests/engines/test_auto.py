@@ -167,5 +167,5 @@ def test_clients_are_evaluated_as_they_come(monkeypatch):
 
     with torch.no_grad():
         results = Auto(model, LocalWork(), Precision(), workers=1).evaluate_all(jobs())
-        assert next(results)[0] == 0 and made == [0]
-        assert [client for client, _ in results] == [1, 2, 3]
+        assert next(results).clients == [0] and made == [0]
+        assert [each.clients for each in results] == [[1], [2], [3]]

@@ -12,7 +12,7 @@ from test_federation import Poison, Poisoned
 from torch.optim.lr_scheduler import ExponentialLR
 
 from federations import Spy, blobs, equal, fit, load, make_client, make_trainer, noisy, read_csv, same_end
-from pfl_lightning.engines import Sequential
+from pfl_lightning.engines import ClientMetrics, Sequential
 from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.federation.final_test import metrics_at
 from pfl_lightning.methods import FedBABU, FedPer
@@ -45,7 +45,7 @@ def initial(model, data, part="val"):
 
 def summary(run, metrics, part):
     sizes = {client: run.data.size(client, part) for client in metrics}
-    return over_clients({client: values[part] for client, values in metrics.items()}, sizes)
+    return over_clients(ClientMetrics.of({client: values[part] for client, values in metrics.items()}), sizes)
 
 
 @pytest.mark.parametrize("method", [FedPer, FedBABU])

@@ -22,7 +22,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning.data.samples import Parts
-from pfl_lightning.engines import ClientState, Sequential
+from pfl_lightning.engines import ClientState, Evaluated, Sequential
 from pfl_lightning.federation.messages import TrainingDiverged
 from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg
 
@@ -176,7 +176,8 @@ class Silent(Sequential):
     may_miss_clients = True
 
     def evaluate_all(self, jobs):
-        rows = [(client, metrics) for client, metrics in super().evaluate_all(jobs) if client]
+        together = list(super().evaluate_all(jobs))
+        rows = [Evaluated.of(k, each.metrics(k)) for each in together for k in each.clients if k]
         return [] if self.module.round == 1 else rows
 
 

@@ -11,8 +11,10 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 from federations import Blobs, Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, points
+from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.engines import ClientMetrics
 from pfl_lightning.engines.evaluation import evaluate
 from pfl_lightning.federation import federation
 from pfl_lightning.federation.evaluation import margin, over_clients
@@ -47,12 +49,12 @@ def test_metrics_do_not_add_up_over_clients():
 
 def test_summary_by_hand():
     results = {4: {"acc": 0.2, "loss": 3.0}, 1: {"acc": 0.8, "loss": 1.0}}
-    summary = over_clients(results, {1: 10, 4: 30})
+    summary = over_clients(ClientMetrics.of(results), {1: 10, 4: 30})
     assert summary["acc"] == pytest.approx(0.35) and summary["loss"] == pytest.approx(2.5)
     assert summary["acc_mean"] == pytest.approx(0.5) and summary["acc_std"] == pytest.approx(0.3)
     assert summary["acc_worst"] == 0.2 and summary["acc_p10"] == pytest.approx(0.26)
     assert summary["acc_worst10"] == 0.2
-    assert over_clients({}, {}) == {}
+    assert over_clients(ClientMetrics(), {}) == {}
 
 
 def test_both_records_both():
@@ -302,3 +304,55 @@ def test_what_takes_most_of_the_time_is_told_once(seconds, monkeypatch, caplog):
     assert len(told) == (seconds > 10)
     # of four clients there is nobody to leave out
     assert not any("evaluate_clients" in text for text in told)
+
+
+class Telling(WeightedAverage):
+    """Sends some clients a model of their own."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def download(self, client):
+        weights = super().download(client)["weights"]
+        return {"weights": {name: tensor + 1 for name, tensor in weights.items()} if self.look(client) else weights}
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda client: client == 2,
+        lambda client: client,
+        lambda client: client > 0,
+        lambda client: client in {2},
+        lambda client: client in [2],
+        lambda client: [0, 0, 1, 0][client],
+        lambda client: f"client {client}" == "client 2",
+        lambda client: str(client) == "2",
+        lambda client: {2: True}.get(client, False),
+    ],
+)
+def test_a_server_is_asked_for_each_client_where_it_looks_at_the_client(look):
+    run = fit(make_client(), aggregator=Telling(look), test_every_round=True)
+    assert run.federation.received_by_all() is None
+    models = {client: bool(look(client)) for client in range(4)}
+    tested = run.federation.evaluations.results["test"]
+    job = run.federation.job
+    alone = {k: run.federation.engines[0].evaluate(job(k, ("test",)))["test"]["loss"] for k in models}
+    assert {k: tested[k]["loss"] for k in models} == pytest.approx(alone, rel=1e-5)
+
+
+def test_it_is_asked_once_where_all_get_the_same_and_keep_nothing():
+    asked = []
+
+    class Counting(WeightedAverage):
+        def download(self, client):
+            asked.append(client)
+            return super().download(client)
+
+    run = fit(make_client(), aggregator=Counting(), max_rounds=1)
+    asked.clear()
+    run.trainer.test(verbose=False)
+    assert not {1, 2, 3} & {client for client in asked if isinstance(client, int)}
+    assert run.federation.received_by_all() is not None
+    assert fit(make_client(FedPer), max_rounds=1).federation.received_by_all() is None

@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 
 from federations import CLASSES, blobs, fit, make_client, read_csv
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.engines import ClientMetrics
 from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.methods.fedavg import FedAvg
 
@@ -128,13 +129,13 @@ def test_clients_without_a_value_are_left_out_of_the_mean_and_counted(engine):
 def test_a_summary_is_over_those_that_have_a_value():
     nothing = math.nan
     results = {0: {"acc": 0.2, "f1": 0.4}, 1: {"acc": nothing, "f1": 0.8}, 2: {"acc": 0.6}}
-    summary = over_clients(results, {0: 10, 1: 50, 2: 30})
+    summary = over_clients(ClientMetrics.of(results), {0: 10, 1: 50, 2: 30})
     expected = {"acc": 0.5, "acc_mean": 0.4, "acc_std": 0.2, "acc_worst": 0.2, "acc_p10": 0.24, "acc_worst10": 0.2}
     assert summary == pytest.approx(expected | {"acc_clients": 2, "f1": 44 / 60, "f1_clients": 2})
 
 
 def test_where_nobody_has_a_value_there_is_none():
-    summary = over_clients({0: {"acc": math.nan}, 1: {"acc": math.nan}}, {0: 10, 1: 50})
+    summary = over_clients(ClientMetrics([([0, 1], {"acc": [math.nan, math.nan]})]), {0: 10, 1: 50})
     assert summary.pop("acc_clients") == 0
     assert list(summary) == ["acc", "acc_mean", "acc_std", "acc_worst", "acc_p10", "acc_worst10"]
     assert all(map(math.isnan, summary.values()))

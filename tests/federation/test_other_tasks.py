@@ -14,7 +14,7 @@ from torchmetrics.classification import MultilabelF1Score
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ClassPictures, DistributionEstimate, FeaturePictures, RoundLogger
 from pfl_lightning.data import IID, Dirichlet
-from pfl_lightning.engines import evaluation
+from pfl_lightning.engines import ClientMetrics, evaluation
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.federation.evaluation import over_clients
@@ -313,7 +313,7 @@ def test_perplexity_is_of_all_tokens_together_and_the_mean_over_clients_has_its_
     results[2] = {"perplexity": math.nan, "perplexity_pooled": {"total": torch.tensor(0.0), "count": torch.tensor(0)}}
     task = NextToken(7)
     for monitor in (Monitor("perplexity", "min"), Monitor("loss", "min")):
-        found = over_clients(results, {0: 10, 1: 90, 2: 5}, monitor, task.pooled())
+        found = over_clients(ClientMetrics.of(results), {0: 10, 1: 90, 2: 5}, monitor, task.pooled())
         assert found["perplexity"] == pytest.approx(math.exp(600 / 400))
         assert found["perplexity_mean"] == pytest.approx((math.exp(1) + math.exp(3)) / 2)
         assert found["perplexity_clients"] == 2 and "perplexity_pooled" not in found

@@ -170,7 +170,8 @@ def test_the_loss_of_an_evaluation_is_of_all_samples_at_once(monkeypatch):
     monkeypatch.setattr("pfl_lightning.engines.evaluation.CHUNK", 16)
     alone = evaluate(client, Samples(kind.x, kind.y), metrics_of(client), nullcontext)
     outputs = client(kind.x).detach()
-    (stacked,) = evaluate_padded(outputs[None], [kind.y], metrics_of(client), kind.task)
+    columns = evaluate_padded(outputs[None], [kind.y], metrics_of(client), kind.task)
+    stacked = {name: value for name, (value,) in columns.items()}
     assert alone == pytest.approx(stacked, rel=1e-5)
     assert alone["loss"] == pytest.approx(float(kind.task.loss(outputs, kind.y)), rel=1e-5)
 

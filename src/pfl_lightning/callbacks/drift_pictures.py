@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from pfl_lightning.callbacks.pictures import Pictures
+from pfl_lightning.engines import ClientMetrics
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.plots import plot_drift
 
@@ -65,7 +66,7 @@ class DriftPictures(Pictures):
 
     def _keep(self, federation: Federation) -> None:
         split, _, metric = self._column(federation).partition("/")
-        found = federation.evaluations.results.get(split, {})
+        found = federation.evaluations.results.get(split, ClientMetrics())
         if found:
             clients = range(federation.data.num_clients)
             own = [found.get(client, {}).get(metric, torch.nan) for client in clients]

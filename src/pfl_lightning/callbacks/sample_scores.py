@@ -15,6 +15,7 @@ from torchmetrics import MetricCollection
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import Split
+from pfl_lightning.engines import ClientMetrics
 from pfl_lightning.engines.evaluation import POOLED, ROWS, evaluate_outputs, metrics_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import FinalTest
@@ -75,7 +76,8 @@ class SampleScores(FederatedCallback):
         tests = evaluations.results
         # the last round may be one without validation, and the final test has replaced that round's rows
         evaluations.evaluate(clients, ("val",))
-        rows = {"test": tests.get("test", {}), "val": evaluations.results.get("val", {})}
+        none = ClientMetrics()
+        rows = {"test": tests.get("test", none), "val": evaluations.results.get("val", none)}
         evaluations.results = tests
         folder = run_folder(trainer)
         if folder is None or not trainer.is_global_zero:
@@ -132,7 +134,7 @@ def scored(rows: dict[str, Tensor] | None, metrics: MetricCollection, task: Task
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             found = evaluate_outputs(own, its, sizes, metrics, task)
-        return np.array([each[name] for each in found], dtype=np.float64)
+        return np.array(found[name], dtype=np.float64)
 
     [whole] = values(outputs, target, [count])
     alone = values(outputs, target, [1] * count)

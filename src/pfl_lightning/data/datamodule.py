@@ -3,7 +3,7 @@
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -648,6 +648,19 @@ class FederatedDataModule(LightningDataModule, ABC):
             split: the split's name.
         """
         return self.division.sizes[split][client]
+
+    def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
+        """Return the number of samples in one split of each client, by id.
+
+        Args:
+            clients: client ids, as for `size`.
+            split: the split's name.
+        """
+        # a subclass may know sizes alone, and not who holds which samples
+        if type(self).size is not FederatedDataModule.size:
+            return {client: self.size(client, split) for client in clients}
+        held = self.division.sizes[split]
+        return {client: held[client] for client in clients}
 
     @property
     def client_names(self) -> list[str]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.engines.base import Engine, Evaluated, Job
+from pfl_lightning.engines.base import Engine, Job
+from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
 from pfl_lightning.internals.of_torch import BatchNorm
@@ -56,7 +57,7 @@ class Alike:
         """Whether a comparison has shown that a client's outputs depend on the pass that they are made in."""
         self._compared = False
 
-    def evaluate(self, job: Job) -> list[Evaluated] | None:
+    def evaluate(self, job: Job) -> Evaluated | None:
         """Return the metrics of the job's clients by its splits; None if they must be evaluated one by one.
 
         Args:
@@ -65,7 +66,7 @@ class Alike:
         if not self.usable:
             return None
         clients = [job.client, *job.alike]
-        results: dict[int, dict[str, dict[str, float]]] = {client: {} for client in clients}
+        results: dict[str, ClientMetrics] = {}
         try:
             with torch.no_grad(), self._model_of(job):
                 for split in job.evaluate:
@@ -77,8 +78,8 @@ class Alike:
                             return None
                         found = Parts(Samples.joined(found), [len(part) for part in found])
                     parts = found.to(self.engine.device, cast(torch.dtype, self.module.dtype))
-                    for client, values in self._measured(clients, parts):
-                        results[client][split] = values
+                    if any(parts.sizes):
+                        results[split] = ClientMetrics(self._measured(clients, parts))
         except torch.cuda.OutOfMemoryError:
             return None
         except SamplesMeet:
@@ -92,7 +93,7 @@ class Alike:
             self.usable = False
             rank_zero_info(f"clients with one model are evaluated one by one from now on: {reason_of(error)}.")
             return None
-        return list(results.items())
+        return Evaluated(clients, results)
 
     @contextmanager
     def _model_of(self, job: Job) -> Iterator[None]:
@@ -113,15 +114,15 @@ class Alike:
         if any(not torch.equal(*pair) for pair in zip(before, engine.random_states(), strict=True)):
             raise ReadsClient
 
-    def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the metrics of each client with samples.
+    def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[list[int], Columns]]:
+        """Yield the clients with samples and their metrics, those of a forward pass together.
 
         Args:
             clients: the clients.
             parts: their samples.
         """
         rows = [row for row, size in enumerate(parts.sizes) if size]
-        at_once = rows_at_once(self.module.task, parts.whole.y) if rows else 0
+        at_once = rows_at_once(self.module.task, parts.whole.y)
         begin = 0
         while rows:
             # So many clients that one forward pass computes all their samples.
@@ -129,14 +130,15 @@ class Alike:
             count, total = (len(ends), ends[-1]) if ends else (1, parts.sizes[rows[0]])
             samples = parts.whole.take(slice(begin, begin + total))
             sizes = [parts.sizes[row] for row in rows[:count]]
-            values = self._together(samples, sizes) if ends else [self._alone(samples)]
-            yield from zip([clients[row] for row in rows[:count]], values, strict=True)
+            values = self._together(samples, sizes) if ends else self._alone(samples)
+            yield [clients[row] for row in rows[:count]], values
             rows, begin = rows[count:], begin + total
 
-    def _alone(self, samples: Samples) -> dict[str, float]:
-        return evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context)
+    def _alone(self, samples: Samples) -> Columns:
+        values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context)
+        return {name: [value] for name, value in values.items()}
 
-    def _together(self, samples: Samples, sizes: Sequence[int]) -> list[dict[str, float]]:
+    def _together(self, samples: Samples, sizes: Sequence[int]) -> Columns:
         """Return the metrics of several clients, from one forward pass.
 
         Args:
@@ -153,7 +155,8 @@ class Alike:
             for index in {0, len(sizes) - 1}:
                 end = sum(sizes[: index + 1])
                 rows = slice(end - sizes[index], end)
-                self._compare(samples.take(rows), outputs[rows], values[index])
+                own = {name: column[index] for name, column in values.items()}
+                self._compare(samples.take(rows), outputs[rows], own)
             self._compared = True
         return values
 

@@ -16,7 +16,8 @@ from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines import threads
-from pfl_lightning.engines.base import Engine, Evaluated, Job, LocalWork, Outcome
+from pfl_lightning.engines.base import Engine, Job, LocalWork, Outcome
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots

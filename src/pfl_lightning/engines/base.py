@@ -14,6 +14,7 @@ from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
 from pfl_lightning.data.batches import Limit
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
 from pfl_lightning.messages import Message, StateDict, detached, tree_map
@@ -189,10 +190,6 @@ class Job(NamedTuple):
         return {name: entry for name, entry in self.payload.items() if name not in self.once}
 
 
-Evaluated: TypeAlias = tuple[int, dict[str, dict[str, float]]]
-"""A client's id, and the client's metrics by split."""
-
-
 class Outcome(NamedTuple):
     """The result of a client's local training.
 
@@ -223,6 +220,11 @@ class Outcome(NamedTuple):
     releases: tuple[Any, ...] = ()
     steps: float = 0
     samples: float = 0
+
+    @property
+    def clients(self) -> tuple[int]:
+        """The client's id, as `Evaluated` has those of several clients."""
+        return (self.client,)
 
 
 class Engine(ABC):
@@ -319,15 +321,14 @@ class Engine(ABC):
         )
         engine = f"trainer.engine={type(self).__name__}"
         for result in results:
-            client = result[0]
-            if client not in missing:
+            if unasked := set(result.clients) - missing:
                 raise ClientsLost(
-                    f"{engine} gave an unrequested result of client {client} in the {phase} {moment(phase, round)}, "
-                    f"or a second one; {self.when_clients_miss}."
+                    f"{engine} gave an unrequested result of {named(sorted(unasked))} in the {phase} "
+                    f"{moment(phase, round)}, or a second one; {self.when_clients_miss}."
                 )
-            missing.remove(client)
-            if (job := unfinished.pop(client, None)) is not None:
-                result = cast(Callable[[Any, Job], Outcome], job.finish)(result, job)
+            missing.difference_update(result.clients)
+            if isinstance(result, Outcome) and (job := unfinished.pop(result.client, None)) is not None:
+                result = cast(Callable[[Outcome, Job], Outcome], job.finish)(result, job)
             yield result
         # Count the jobs that the engine never took.
         for _ in asked():
@@ -377,9 +378,9 @@ class Engine(ABC):
             return self.evaluate_present(job, self.become(job))
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
-        """Evaluate each job's client and yield id and metrics in any order; `complete` checks for missing ones."""
+        """Evaluate each job's client and yield metrics in any order; `complete` checks for missing ones."""
         for job in jobs:
-            yield job.client, self.evaluate(job)
+            yield Evaluated.of(job.client, self.evaluate(job))
 
     def evaluate_present(self, job: Job, data: ClientData) -> dict[str, dict[str, float]]:
         """Return the metrics of the module's current model, as `evaluate` does.

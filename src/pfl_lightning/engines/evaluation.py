@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -35,6 +36,7 @@ from torchmetrics.utilities import dim_zero_cat
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Samples
 from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
+from pfl_lightning.engines.client_metrics import Columns
 from pfl_lightning.internals.of_torchmetrics import count_updates
 from pfl_lightning.messages import StateDict, tensors, tree_map
 from pfl_lightning.nets.modes import kept_modes
@@ -340,7 +342,7 @@ def mean_of(total: Tensor, weight: int | Tensor) -> float:
 @torch.no_grad()
 def evaluate_outputs(
     outputs: Tensor, target: Tree, sizes: Sequence[int], metrics: MetricCollection, task: Task
-) -> list[dict[str, float]]:
+) -> Columns:
     """Return the results of `evaluate` for several clients, from their outputs.
 
     Loss and metrics are sums over samples where possible, computed for all clients at once: in float64, so that they
@@ -354,7 +356,7 @@ def evaluate_outputs(
         task: the prediction task.
 
     Returns:
-        Values by name, for each client.
+        A column of the clients' values for each name.
     """
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     lengths = torch.tensor(sizes, device=outputs.device)
@@ -367,20 +369,18 @@ def evaluate_outputs(
         else:
             found[str(name)] = values
     losses = losses_at_once(task, outputs, target, lengths)
-    own: list[dict[str, Any]] = [{} for _ in sizes]
     if alone or losses is None:
         of_clients = list(zip(split_by(outputs, sizes), split_by(target, sizes), strict=True))
         if alone:
             few = MetricCollection(alone)
             own = [computed_on(few, *of_one) for of_one in of_clients]
+            found |= {name: [values[name] for values in own] for name in own[0]}
         if losses is None:
             losses = [mean_of(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
-    for values, *row in zip(own, *found.values(), strict=True):
-        values |= zip(found, row, strict=True)
     # The order of `computed`: states of pooled metrics last.
     places = {str(name): place for place, name in enumerate(metrics)}
-    order = sorted(own[0], key=lambda name: (name.endswith(POOLED), places.get(name, len(places)))) if own else []
-    return [{name: values[name] for name in order} | {"loss": loss} for values, loss in zip(own, losses, strict=True)]
+    order = sorted(found, key=lambda name: (name.endswith(POOLED), places.get(name, len(places))))
+    return {name: found[name] for name in order} | {"loss": losses}
 
 
 def split_by(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
@@ -429,7 +429,9 @@ def losses_at_once(task: Task, outputs: Tensor, target: Tree, lengths: Tensor) -
             return None
         weights = sums_of(each, lengths)
     sums = sums_of(errors if errors.device.type == "mps" else errors.double(), lengths)
-    return [mean_of(*pair) for pair in zip(sums.tolist(), weights.tolist(), strict=True)]
+    total, weight = (np.array(each.tolist(), dtype=np.float64) for each in (sums, weights))
+    # NaN for a weight of 0, as by `mean_of`
+    return cast(list[float], np.divide(total, weight, out=np.full_like(total, np.nan), where=weight != 0).tolist())
 
 
 def of_one_sample(task: Task, outputs: Tensor, target: Tree) -> tuple[Tensor, Tensor]:
@@ -523,9 +525,7 @@ def computed_from(metric: Metric, states: StateDict) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_padded(
-    outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task
-) -> list[dict[str, float]]:
+def evaluate_padded(outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task) -> Columns:
     """Return the results of `evaluate_outputs` for outputs padded to the same number of samples.
 
     Args:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.engines.base import Evaluated, Job, Outcome
+from pfl_lightning.engines.base import Job, Outcome
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import ClientsLost, Failure
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.shared_memory import Shelf

@@ -19,7 +19,8 @@ from pfl_lightning.data import ClientData, Samples, epoch_order
 from pfl_lightning.data.batches import continued_orders
 from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
-from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome, PrivateTraining
+from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome, PrivateTraining
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer, step_values, weighs_batches
 from pfl_lightning.engines.threads import is_for_one_thread, one_thread
@@ -81,10 +82,10 @@ class Sequential(Engine):
     def evaluate_each(self, job: Job) -> list[Evaluated]:
         """Return the metrics of all clients of a job."""
         if (found := self.evaluate_alike(job)) is not None:
-            return found
-        return [(one.client, self.evaluate(one)) for one in job.each()]
+            return [found]
+        return [Evaluated.of(one.client, self.evaluate(one)) for one in job.each()]
 
-    def evaluate_alike(self, job: Job) -> list[Evaluated] | None:
+    def evaluate_alike(self, job: Job) -> Evaluated | None:
         """Return the metrics of a job's clients with the same model; None if they must be evaluated one by one."""
         if not job.alike:
             return None

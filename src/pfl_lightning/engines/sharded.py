@@ -10,7 +10,8 @@ from torch import Tensor, distributed
 
 from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData
-from pfl_lightning.engines.base import ClientState, Engine, Evaluated, Job, Outcome
+from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import Failure
 from pfl_lightning.messages import Message, weighted_mean
 

@@ -7,17 +7,19 @@ from functools import cached_property
 from itertools import chain
 from random import Random
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
+from numpy.typing import NDArray
 from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
-from pfl_lightning.engines import ClientState, Engine, Job
+from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Evaluated, Job
+from pfl_lightning.engines.client_metrics import by_client, by_split
 from pfl_lightning.engines.evaluation import POOLED, ROWS, is_of_all, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.messages import Message
@@ -32,12 +34,23 @@ SizesOf: TypeAlias = Callable[[Iterable[int], Split], Mapping[int, int]]
 JobOf: TypeAlias = Callable[..., Job]
 """Returns the job of a client, to be evaluated on some splits; with the result of a `ReceivedOf`, if there is one, as a
 third argument."""
-ReceivedOf: TypeAlias = Callable[[int], tuple[ClientState, Message]]
-"""Returns the state and the payload of a client's job, as the same objects for clients to which they are common."""
+Received: TypeAlias = tuple[ClientState, Message]
+"""The state and the payload of a client's job."""
+ReceivedOf: TypeAlias = Callable[[int], Received]
+"""Returns a client's state and payload, as the same objects for clients to which they are common."""
 OPEN = 8
 """Different models for which clients are gathered at the same time, which bounds the payloads in memory."""
 NORMAL = 1.96
 """Quantile of the normal distribution for an interval of 95 %."""
+
+
+class AnyClient:
+    """Stands for all clients in `Aggregator.download`, where every look at the client raises."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise LookupError("all clients are asked for, and not one of them")
+
+    __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
 
 
 class Evaluations:
@@ -48,6 +61,7 @@ class Evaluations:
         engines_of: returns the engines that run some clients.
         job_of: returns a client's job in the federation's current state.
         received_of: returns a client's state and payload in the federation's current state.
+        common: returns the state and payload of all clients, or None where they differ.
         sizes_of: returns clients' numbers of samples.
         client: the client module, for `pooled_of`.
         monitor: the metric that selects the best round.
@@ -59,6 +73,7 @@ class Evaluations:
         engines_of: EnginesOf,
         job_of: JobOf,
         received_of: ReceivedOf,
+        common: Callable[[], Received | None],
         sizes_of: SizesOf,
         client: ClientModule,
         monitor: Monitor,
@@ -67,6 +82,7 @@ class Evaluations:
         self.engines_of = engines_of
         self.job_of = job_of
         self.received_of = received_of
+        self.common = common
         self.sizes_of = sizes_of
         self.monitor = monitor
         self.client = client
@@ -74,7 +90,7 @@ class Evaluations:
         """Metrics, on all splits, of the model that each client had after its last training; before the first training,
         metrics of the initial model as received. A model that doesn't train doesn't change, so its metrics stay valid.
         Empty before the first round, and with ``evaluate="before"``."""
-        self.results: dict[str, dict[int, dict[str, float]]] = {}
+        self.results: dict[str, ClientMetrics] = {}
         """Metrics of the last evaluation by split and client; splits have the names of the record's columns: ``val``,
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
@@ -114,16 +130,18 @@ class Evaluations:
         metric = self.monitor.metric
         found: dict[str, float] = {"clients_evaluated": len(set().union(*self.results.values()))}
         for name, results in self.results.items():
-            values = {k: own[metric] for k, own in results.items() if not math.isnan(own.get(metric, math.nan))}
+            column = results.column(metric)
+            known = ~np.isnan(column)
+            values, valued = column[known], results.clients[known].tolist()
             sizes = self.sizes_of(clients, split_of(name))
             held = sum(size > 0 for size in sizes.values())
             # Clients without a value, such as an AUROC of one class, are taken to be as frequent among all clients.
             able = held * len(values) / max(len(results), 1)
-            weights = [sizes[client] for client in values]
+            weights = [sizes[client] for client in valued]
             if metric in self.pooled and is_of_all(self.pooled[metric]):
-                found[f"{name}/{metric}_mean_margin"] = margin([*values.values()], [1] * len(values), able)
+                found[f"{name}/{metric}_mean_margin"] = margin(values, [1] * len(values), able)
             else:
-                found[f"{name}/{metric}_margin"] = margin([*values.values()], weights, able)
+                found[f"{name}/{metric}_margin"] = margin(values, weights, able)
         return found
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
@@ -135,28 +153,30 @@ class Evaluations:
         """
         when = self.options.evaluate
         # Clients with kept metrics need no pass when only the trained models count.
-        unknown = [c for c in clients if when != "after" or c not in self.after]
-        received = self.measure(unknown, splits, self.job_of, self.received_of)
-        self.results = {}
+        unknown = [c for c in clients if c not in self.after] if when == "after" else clients
+        received = by_split(self.measure(unknown, splits, self.job_of, self.received_of, self.common()))
+        self.results = received if when == "before" else {}
+        if when == "before":
+            return
+        # beside metrics from before local training, these have names of their own
+        ending = "" if when == "after" else "_after"
+        own = by_client(received)
+        trained = []
         for client in clients:
-            if when != "after":
-                self._add(client, received.get(client, {}))
-            if when != "before":
-                kept = self.after[client] if client in self.after else received.get(client, {})
-                # beside metrics from before local training, these have names of their own
-                ending = "" if when == "after" else "_after"
-                own = {f"{name}{ending}": values for name, values in kept.items() if split_of(name) in splits}
-                self._add(client, own)
-
-    def _add(self, client: int, metrics: Metrics) -> None:
-        """Add a client's metrics to `results`."""
-        for name, values in metrics.items():
-            self.results.setdefault(name, {})[client] = values
+            kept = self.after[client] if client in self.after else own.get(client, {})
+            named = {f"{name}{ending}": values for name, values in kept.items() if split_of(name) in splits}
+            trained.append(Evaluated.of(client, named))
+        self.results = (received if when == "both" else {}) | by_split(trained)
 
     def measure(
-        self, clients: Sequence[int], splits: tuple[Split, ...], job_of: JobOf, received_of: ReceivedOf | None = None
-    ) -> dict[int, Metrics]:
-        """Return the metrics of the received models by client id, without absent clients.
+        self,
+        clients: Sequence[int],
+        splits: tuple[Split, ...],
+        job_of: JobOf,
+        received_of: ReceivedOf | None = None,
+        common: Received | None = None,
+    ) -> list[Evaluated]:
+        """Return the metrics of the received models, without absent clients; `by_split` gives them by split.
 
         Args:
             clients: the clients' ids.
@@ -164,23 +184,27 @@ class Evaluations:
             job_of: returns each client's job, with state and payload.
             received_of: returns each client's state and payload alone, by which clients with the same model are
                 evaluated together, and clients without samples not at all; None evaluates each by itself.
+            common: the state and payload of all of them, if they are the same; then ``received_of`` isn't called.
         """
-        found: dict[int, Metrics] = {}
+        found: list[Evaluated] = []
         with undisturbed():
             for engine, own in self.engines_of(clients):
                 if received_of is not None and engine.takes_alike:
-                    sizes = self._largest(own, splits)
-                    found |= {client: {} for client in own if not sizes[client]}
-                    jobs = alike(sizes, splits, job_of, received_of)
+                    sizes = {client: size for client, size in self._largest(own, splits).items() if size}
+                    jobs = (
+                        alike(sizes, splits, job_of, received_of)
+                        if common is None
+                        else all_alike(sizes, splits, job_of, common)
+                    )
                 else:
                     jobs = (job_of(client, splits) for client in own)
-                found |= engine.complete("evaluation", jobs)
+                found += engine.complete("evaluation", jobs)
         return found
 
-    def _largest(self, clients: Sequence[int], splits: tuple[Split, ...]) -> dict[int, int]:
+    def _largest(self, clients: Sequence[int], splits: tuple[Split, ...]) -> Mapping[int, int]:
         """Return each client's number of samples in its largest split."""
-        sizes = [self.sizes_of(clients, split) for split in splits]
-        return {client: max(own[client] for own in sizes) for client in clients}
+        first, *others = [self.sizes_of(clients, split) for split in splits]
+        return {k: max(size, *(own[k] for own in others)) for k, size in first.items()} if others else first
 
     def keep_initial(self, clients: Iterable[int], trained: Container[int]) -> None:
         """Evaluate the initial model of each client without kept metrics or training this round, and keep the result.
@@ -191,7 +215,10 @@ class Evaluations:
         """
         if splits := self.options.splits_after:
             others = [client for client in clients if client not in trained and client not in self.after]
-            self.after.update(self.measure(others, splits, self.job_of, self.received_of))
+            evaluated = self.measure(others, splits, self.job_of, self.received_of, self.common())
+            found = by_client(by_split(evaluated))
+            # with those that have answered without a sample, who needn't be asked again
+            self.after.update({client: found.get(client, {}) for part in evaluated for client in part.clients})
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take the kept metrics from a saved federation.
@@ -216,7 +243,7 @@ class Evaluations:
             summary |= self.summary_of(name, results)
         return summary
 
-    def summary_of(self, name: str, results: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    def summary_of(self, name: str, results: ClientMetrics) -> dict[str, float]:
         """Return the summary of one split over all clients, and over the clients of each group.
 
         Args:
@@ -224,13 +251,12 @@ class Evaluations:
             results: metrics by client.
         """
         sizes = self.sizes_of(results, split_of(name))
-        chosen = {f"{group}/{name}": members.intersection(results) for group, members in self.groups.items()}
+        groups = {group: members.intersection(results) for group, members in self.groups.items()}
+        chosen = {f"{group}/{name}": results.of_clients(members) for group, members in groups.items() if members}
         summary: dict[str, float] = {}
-        for title, clients in {name: results.keys(), **chosen}.items():
-            if clients or title == name:
-                own = {client: results[client] for client in sorted(clients)}
-                values = over_clients(own, sizes, self.monitor, self.pooled)
-                summary |= {f"{title}/{metric}": value for metric, value in values.items()}
+        for title, own in {name: results, **chosen}.items():
+            values = over_clients(own, sizes, self.monitor, self.pooled)
+            summary |= {f"{title}/{metric}": value for metric, value in values.items()}
         return summary
 
 
@@ -240,7 +266,7 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
     The groups depend on the clients alone, and not on the engine.
 
     Args:
-        sizes: the clients, each with the number of samples of its largest split; clients without samples are left out.
+        sizes: clients with samples, each with the number in its largest split.
         splits: the splits to evaluate on.
         job_of: returns a client's job.
         received_of: returns a client's state and payload.
@@ -255,8 +281,6 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
         return job._replace(alike=others, job_of=lambda client: job_of(client, splits)) if others else job
 
     for client, size in sizes.items():
-        if not size:
-            continue
         received = state, payload = received_of(client)
         key = (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
         if key in groups and groups[key][2][0] + size > CHUNK:
@@ -272,7 +296,27 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
         yield closed(key)
 
 
-def margin(values: Sequence[float], weights: Sequence[float], num_clients: float) -> float:
+def all_alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, common: Received) -> Iterator[Job]:
+    """Yield the jobs of `alike` for clients that all have the same state and payload.
+
+    Args:
+        sizes: as for `alike`.
+        splits: the splits to evaluate on.
+        job_of: returns a client's job.
+        common: the state and payload.
+    """
+    clients, ends = list(sizes), np.cumsum(list(sizes.values()))
+    begin = 0
+    while begin < len(clients):
+        before = int(ends[begin]) - sizes[clients[begin]]
+        stop = max(int(np.searchsorted(ends, before + CHUNK, side="right")), begin + 1)
+        first, *others = clients[begin:stop]
+        job = job_of(first, splits, common)
+        yield job._replace(alike=tuple(others), job_of=lambda client: job_of(client, splits)) if others else job
+        begin = stop
+
+
+def margin(values: Sequence[float] | NDArray[np.float64], weights: Sequence[float], num_clients: float) -> float:
     r"""Return half the width of the 95 % interval of a weighted mean over all clients, estimated from a sample of them.
 
     With clients' values :math:`y_i`, weights :math:`w_i` and their mean :math:`\bar y = \sum_i w_i y_i / \sum_i w_i`,
@@ -301,7 +345,7 @@ def margin(values: Sequence[float], weights: Sequence[float], num_clients: float
 
 
 def over_clients(
-    results: Mapping[int, Mapping[str, Any]],
+    results: ClientMetrics,
     sizes: Mapping[int, int],
     monitor: Monitor = Monitor(),  # noqa: B008 - immutable
     pooled: Mapping[str, Metric] = MappingProxyType({}),
@@ -310,14 +354,15 @@ def over_clients(
 
     Clients without a value, or with NaN (a metric undefined for the client's samples), are left out of the metric.
 
-    >>> summary = over_clients({0: {"acc": 1.0, "f1": math.nan}, 1: {"acc": 0.5, "f1": 0.25}}, {0: 30, 1: 10})
+    >>> results = ClientMetrics([([0, 1], {"acc": [1.0, 0.5], "f1": [math.nan, 0.25]})])
+    >>> summary = over_clients(results, {0: 30, 1: 10})
     >>> summary["acc"], summary["acc_mean"], summary["acc_std"], summary["acc_worst"]
     (0.875, 0.75, 0.25, 0.5)
     >>> summary["f1"], summary["f1_clients"]
     (0.25, 1)
 
     Args:
-        results: metrics by client; entries ``NAME_pooled`` are a client's state of a metric over all samples.
+        results: metrics of clients; ``NAME_pooled`` is a client's state of a metric over all samples.
         sizes: numbers of evaluated samples, by client.
         monitor: the metric with a spread, and its direction.
         pooled: the metrics over all samples, by name.
@@ -328,22 +373,19 @@ def over_clients(
             ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``, with its largest
             possible error as ``NAME_pooled_error`` if there is one. A metric is NaN if no client has a value.
     """
-    clients = sorted(results)
-    weights = np.array([sizes[client] for client in clients], dtype=np.float64)
+    weights = np.array([sizes[client] for client in results], dtype=np.float64)
     summary: dict[str, float] = {}
-    names = dict.fromkeys(name for client in clients for name in results[client])
-    for name in names:
+    for name in results.names:
         if name == ROWS:
             continue
         if name.endswith(POOLED):
-            states = [results[client][name] for client in clients if name in results[client]]
             base = name.removesuffix(POOLED)
-            value, error = pooled_value(pooled[base], states)
+            value, error = pooled_value(pooled[base], results.states(name))
             summary[base if is_of_all(pooled[base]) else name] = value
             if error:
                 summary[f"{name}_error"] = error
             continue
-        values = np.array([results[client].get(name, math.nan) for client in clients])
+        values = results.column(name)
         known = ~np.isnan(values)
         # Without any value keep the NaNs, so that the mean is NaN and not an error.
         taken = known if known.any() else ~known

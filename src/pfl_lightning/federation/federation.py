@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -45,8 +46,9 @@ from pfl_lightning.contract.pairing import (
 )
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
-from pfl_lightning.engines import ClientState, Engine, Job, Sequential
+from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Job, Sequential
 from pfl_lightning.engines.base import given_modes, release
+from pfl_lightning.engines.client_metrics import by_split
 from pfl_lightning.engines.evaluation import POOLED, own_values
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.federation.checkpoint import (
@@ -60,7 +62,7 @@ from pfl_lightning.federation.checkpoint import (
     subject,
     warn_of_rows,
 )
-from pfl_lightning.federation.evaluation import Evaluations, undisturbed
+from pfl_lightning.federation.evaluation import AnyClient, Evaluations, undisturbed
 from pfl_lightning.federation.messages import check_entries, check_payload
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (
@@ -137,7 +139,7 @@ class Federation(LightningModule):
         check_hooks(client)
         self.monitor = options.monitored(client)
         self.evaluations = Evaluations(
-            options, self.engines_of, self.job, self.received, self.sizes, client, self.monitor
+            options, self.engines_of, self.job, self.received, self.received_by_all, self.sizes, client, self.monitor
         )
         self.settings: Settings = {}
         self.trained: dict[str, Any] = {}
@@ -250,8 +252,7 @@ class Federation(LightningModule):
 
     def sizes(self, clients: Iterable[int], split: Split) -> dict[int, int]:
         """Return the number of samples of each client in a split, by id."""
-        data = self.data
-        return {client: data.size(client, split) for client in clients}
+        return self.data.sizes(clients, split)
 
     @property
     def is_fitting(self) -> bool:
@@ -553,6 +554,17 @@ class Federation(LightningModule):
             state = ClientState(self.initial[self.architecture_of(client) if len(self.initial) > 1 else 0])
         return state, self._payload(client)
 
+    def received_by_all(self) -> tuple[ClientState, Message] | None:
+        """Return the state and payload that all clients have in common; None where they differ or may differ."""
+        if len(self.initial) > 1 or self.initial[0] or self._welcomed:
+            return None
+        try:
+            payload = self.aggregator.download(cast(int, AnyClient()))
+        # of any type: the server's code tells clients apart in its own way, and says so where it is asked for one
+        except Exception:
+            return None
+        return ClientState(), payload
+
     def _payload(self, client: int) -> Message:
         """Return a client's payload: a newcomer's for a client that has joined and not taken part so far."""
         is_new = client in self._welcomed and client not in self.clients
@@ -706,10 +718,10 @@ class Federation(LightningModule):
             self.further_bytes[0] += num_bytes(job.travelling)
             return job
 
-        measured = self.evaluations.measure(clients, ("train",), job_of)
+        measured = by_split(self.evaluations.measure(clients, ("train",), job_of))
         # For a method that trains before evaluation, the received model's own loss is under "train_received".
-        received = {client: metrics.get("train_received", metrics.get("train")) for client, metrics in measured.items()}
-        losses = {client: values["loss"] for client, values in received.items() if values is not None}
+        received = measured.get("train_received", measured.get("train", ClientMetrics()))
+        losses = dict(zip(received, received.column("loss").tolist(), strict=True))
         self.further_bytes[1] += NUMBER_BYTES * len(losses)
         # NaN has no place in an order; such clients count as silent.
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
@@ -919,9 +931,10 @@ class Federation(LightningModule):
             MisconfigurationException: if all clients with validation samples were evaluated, and none has a value.
         """
         metric, results = self.monitor.metric, self.evaluations.results["val"]
+        if metric not in UNDEFINED or metric not in results.names or not np.isnan(results.column(metric)).all():
+            return
         held = [client for client, size in self.sizes(range(self.data.num_clients), "val").items() if size]
-        values = [results.get(client, {metric: 0.0}).get(metric, 0.0) for client in held]
-        if not held or metric not in UNDEFINED or not all(map(math.isnan, values)):
+        if not held or not all(client in results for client in held):
             return
         pooled = f"val/{metric}{POOLED}"
         known = not math.isnan(summary.get(pooled, math.nan))

@@ -6,7 +6,8 @@ from typing import Any
 
 from pfl_lightning.data import Split
 from pfl_lightning.data.files import read_checkpoint
-from pfl_lightning.engines import ClientState, Job
+from pfl_lightning.engines import ClientMetrics, ClientState, Evaluated, Job
+from pfl_lightning.engines.client_metrics import by_split
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import saved_job, saved_state
 from pfl_lightning.federation.evaluation import split_of
@@ -41,14 +42,15 @@ def final_test(federation: Federation, best: str | None) -> FinalTest:
         best: the path of the best round's checkpoint, if there is one.
     """
     evaluations, clients = federation.evaluations, range(federation.data.num_clients)
-    tested = evaluations.results.get("test", {})
+    tested = evaluations.results.get("test", ClientMetrics())
     # With test_every_round, the last round's evaluation has covered the test splits already, unless of a sample.
     if any(client not in tested for client, size in federation.sizes(clients, "test").items() if size):
         evaluations.evaluate(clients, ("test",))
     results = {name: values for name, values in evaluations.results.items() if split_of(name) == "test"}
     central = {name: value for name, value in federation.metrics.items() if name.startswith("test/global_")}
     return FinalTest(
-        metrics=evaluations.summary_of("test", results.get("test", {})) | (central or federation.test_global()),
+        metrics=evaluations.summary_of("test", results.get("test", ClientMetrics()))
+        | (central or federation.test_global()),
         clients={
             client: {
                 f"{name}/{metric}": value
@@ -95,10 +97,10 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
     # Samples may drift between clients, so test on those that the clients held in the checkpoint's round.
     with federation.data.at_round(max(1, saved["round"])):
         metrics = (
-            saved["after"]
+            [Evaluated.of(client, own) for client, own in saved["after"].items()]
             if federation.options.evaluate == "after"
             # at sites, others may have joined since
             else evaluations.measure(range(len(saved["sizes"])), ("test",), job_of, received_of)
         )
-        tested = {client: own["test"] for client, own in metrics.items() if "test" in own}
+        tested = by_split(metrics).get("test", ClientMetrics())
         return evaluations.summary_of("test", tested) | federation.test_global(checkpoint["state_dict"])

@@ -22,7 +22,7 @@ from pfl_lightning.client.joined_clients import IDENTITY, JOINED, KeptModels, is
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.description import described
-from pfl_lightning.engines import ClientState, Job, Outcome
+from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import Metrics
@@ -97,7 +97,7 @@ def join(
         # for that alone.
         if federation.aggregator.meets_newcomers:
             payloads = answers(federation, local_work(federation, payloads, initial, "meet"))
-        received = federation.evaluations.measure(
+        evaluated = federation.evaluations.measure(
             newcomers,
             tuple(SPLITS),
             lambda client, splits: job_of(federation, client, initial[client], payloads[client], "join", 0, splits),
@@ -118,7 +118,7 @@ def join(
     whole = overrides(federation.client, "joining_phases")
     joined = reported(
         federation,
-        {client: unadapted(metrics) for client, metrics in received.items()},
+        {client: unadapted(each.metrics(client)) for each in evaluated for client in each.clients},
         {client: unadapted(outcome.after) if whole else outcome.after for client, outcome in outcomes.items()},
     )
     if keeps_models:
@@ -404,7 +404,7 @@ def reported(federation: Federation, received: Mapping[int, Metrics], joined: Ma
     for split, name in SPLITS.items():
         for column, results in ((f"{name}_received", received), (name, joined)):
             known = {client: results[client][split] for client in clients if split in results[client]}
-            summary = federation.evaluations.summary_of(split, known)
+            summary = federation.evaluations.summary_of(split, ClientMetrics.of(known))
             metrics |= {value.replace(split, column, 1): summary[value] for value in summary}
             if split == "test":
                 for client, values in known.items():

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.aggregators.base import check_buffers, checked_logs
-from pfl_lightning.engines import ClientState, Job, Outcome
+from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
 from pfl_lightning.federation.checkpoint import is_storable, storable
 from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.federation.messages import Arrivals, accepted, check_payload
@@ -220,7 +220,7 @@ class Round:
             rank_zero_warn(f"round {round}: {silent} of the round's clients gave nothing.")
         # a client whose method doesn't train has an update but no training metrics
         trained = {client: outcome.metrics for client, outcome in taken.items() if outcome.metrics}
-        means = over_clients(trained, federation.sizes(trained, "train"))
+        means = over_clients(ClientMetrics.of(trained), federation.sizes(trained, "train"))
         federation.metrics |= {
             **({"absent": " ".join(map(str, absent))} if self._tells_absent else {}),
             "clients": len(taken),

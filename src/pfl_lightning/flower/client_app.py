@@ -296,7 +296,8 @@ class Worker:
         # as if asked by a separate message, so that the metrics are the same
         with undisturbed():
             return {
-                client: {"before": metrics} for _, (client, metrics) in self._results(asked, content, {}, "evaluation")
+                job.client: {"before": evaluated.metrics(job.client)}
+                for job, evaluated in self._results(asked, content, {}, "evaluation")
             }
 
     def _trained(self, job: Job, outcome: Outcome, row: Mapping[str, Any]) -> Records:
@@ -389,11 +390,10 @@ class Worker:
         records: Records = {}
         # random states stay as they are, so that evaluations never change a training
         with undisturbed():
-            evaluated = self._results(told, content, records, "evaluation")
-            for job, (client, metrics) in evaluated:
-                with failing(records, [client]):
+            for job, evaluated in self._results(told, content, records, "evaluation"):
+                with failing(records, [job.client]):
                     self._keep_model(job, told)
-                    records[f"{client}/answer"] = {"after": metrics}
+                    records[f"{job.client}/answer"] = {"after": evaluated.metrics(job.client)}
         return records
 
     def _keep_model(self, job: Job, told: Told) -> None:
@@ -443,7 +443,8 @@ class Worker:
                 # before training, as a refused upload would waste a round's work
                 self.site.check_method(engine.module)
                 for result in engine.complete(phase, list(own.values())):
-                    yield own[result.client if isinstance(result, Outcome) else result[0]], result
+                    for client in result.clients:
+                        yield own[client], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict, settings: str) -> Job:
         if row["name"]:

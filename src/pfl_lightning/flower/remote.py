@@ -346,7 +346,7 @@ class Remote(Engine):
         self._evaluated += sum(num_bytes(sent_to(job)) for job in asked.values())
         for client, content in self._ask(MessageType.EVALUATE, asked):
             try:
-                yield client, self._metrics(asked[client], self._answer(content, client))
+                yield Evaluated.of(client, self._metrics(asked[client], self._answer(content, client)))
             except Refused as reason:
                 self.link.useless.add(client)
                 rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
@@ -370,7 +370,7 @@ class Remote(Engine):
                 self._ahead[client] = jobs[client], self._tried(jobs[client], content)
             if client in measured:
                 try:
-                    yield client, self._metrics(measured[client], self._answer(content, client), "before")
+                    yield Evaluated.of(client, self._metrics(measured[client], self._answer(content, client), "before"))
                 except Refused as reason:
                     rank_zero_warn(f"client {self.link.label(client)} isn't evaluated: {reason}")
             del content
@@ -378,7 +378,8 @@ class Remote(Engine):
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
         """Return one client's metrics by split, evaluated at the client's site; empty without an answer."""
-        return dict(self.evaluate_all([job])).get(job.client, {})
+        results = list(self.evaluate_all([job]))
+        return results[0].metrics(job.client) if results else {}
 
     def become(self, job: Job, training: bool = False) -> ClientData:
         """Refuse to become a client: samples and personal parameters are at the client's site.

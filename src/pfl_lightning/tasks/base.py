@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -329,7 +330,7 @@ class Monitor:
         """Name of the worst decile: the lowest one, ``p10``, or the highest one, ``p90``."""
         return "p10" if self.mode == "max" else "p90"
 
-    def spread(self, values: Sequence[float]) -> dict[str, float]:
+    def spread(self, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
         """Return the spread of a metric over clients: mean, deviation, the worst, the worst decile, the worst tenth.
 
         Clients count alike, whatever their samples.
@@ -351,7 +352,7 @@ class Monitor:
         }
         return {f"{self.metric}_{name}": float(value) for name, value in parts.items()}
 
-    def worst_tenth(self, values: Sequence[float]) -> float:
+    def worst_tenth(self, values: Sequence[float] | NDArray[np.float64]) -> float:
         """Return the plain mean over the worst tenth of clients, their number rounded up.
 
         >>> Monitor().worst_tenth([0.9, 0.1, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9, 0.9, 0.3])
@@ -363,8 +364,8 @@ class Monitor:
         # sorting has no place for NaN: the tenth would depend on the order of clients
         if np.isnan(values).any():
             return math.nan
-        worst_first = sorted(values, key=lambda value: self.sign * value)
-        return float(np.mean(worst_first[: math.ceil(len(values) / 10)]))
+        worst_first = np.sort(np.asarray(values) * self.sign)[: math.ceil(len(values) / 10)]
+        return float(np.mean(worst_first * self.sign))
 
     def written(self, value: float | None) -> str:
         """Return a value for people: accuracies in per cent.

@@ -118,7 +118,8 @@ def test_so_they_are_in_an_evaluation():
     engine = Vectorised(model, LocalWork(), MixedPrecision("bf16-mixed", "cpu"))
     jobs = [Job(k, 0, start, {}, data.client(k), seed=k, evaluate=("train",)) for k in range(len(SIZES))]
     Convolutional.seen.clear()
-    assert len(list(engine.evaluate_all(jobs))) == len(SIZES) and engine.evaluator.usable
+    (together,) = engine.evaluate_all(jobs)
+    assert len(together.splits["train"]) == len(SIZES) and engine.evaluator.usable
     assert dict(Convolutional.seen)["ReLU"] == torch.bfloat16
 
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from federations import CLASSES, blobs, make_client, noisy, points
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
-from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential, Vectorised
+from pfl_lightning.engines import ClientMetrics, ClientState, Job, LocalWork, Sequential, Vectorised
 from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, is_accuracy, metrics_of
 from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.messages import detached, tensors
@@ -131,7 +131,7 @@ def test_evaluation_of_padded_logits_is_that_of_each_client(method):
     with torch.no_grad():
         logits = pad_sequence([model(part.x) for part in parts], batch_first=True)
     together = evaluate_padded(logits, [part.y for part in parts], metrics, model.task)
-    for part, values in zip(parts, together, strict=True):
+    for part, values in zip(parts, ClientMetrics([(range(len(parts)), together)]).values(), strict=True):
         alone = evaluate(model, part, metrics, Precision().forward_context)
         assert list(values) == list(alone)
         assert values.pop("loss") == pytest.approx(alone.pop("loss"), rel=1e-6)

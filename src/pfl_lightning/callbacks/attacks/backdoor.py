@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pfl_lightning.callbacks.attacks.samples import SampleAttack, check_class
 from pfl_lightning.data import ClientData, Samples, Split
-from pfl_lightning.engines import Job
+from pfl_lightning.engines import ClientMetrics, Job
+from pfl_lightning.engines.client_metrics import by_split
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
@@ -103,10 +104,10 @@ class Backdoor(SampleAttack):
         def job_of(client: int, splits: tuple[Split, ...]) -> Job:
             return federation.job(client, splits)._replace(data=ClientData(source, client))
 
-        measured = federation.evaluations.measure(clients, ("test",), job_of)
+        measured = by_split(federation.evaluations.measure(clients, ("test",), job_of)).get("test", ClientMetrics())
         # accuracies are means over each client's own images, which counts turn back into numbers of images
         sizes = {client: source.size(client, "test") for client in measured}
-        hits = sum(sizes[client] * splits["test"]["acc"] for client, splits in measured.items())
+        hits = sum(sizes[client] * own["acc"] for client, own in measured.items())
         return hits / total if (total := sum(sizes.values())) else float("nan")
 
 

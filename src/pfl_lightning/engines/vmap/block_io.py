@@ -222,7 +222,7 @@ class BlockIO:
                 ),
                 metrics=metrics,
                 finite=sound and (private is not None or all(map(math.isfinite, metrics.values()))),
-                after=self._evaluate_alone(row, block, slots) if after is None else after[row],
+                after=self._evaluate_alone(row, block, slots) if after is None else after.metrics(job.client),
                 seconds=seconds,
                 releases=() if private is None else tuple(private.releases(work, block.phases, block.sizes[row])),
                 steps=member.steps,

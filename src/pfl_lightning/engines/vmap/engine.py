@@ -13,7 +13,8 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.memory import free_memory
 from pfl_lightning.data.trees import Tree
-from pfl_lightning.engines.base import Engine, Evaluated, Job, Outcome
+from pfl_lightning.engines.base import Engine, Job, Outcome
+from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
@@ -106,7 +107,7 @@ class Vectorised(Engine):
                     self.evaluator.usable &= not self.sequential.alike.samples_meet
                     yield from job.each()
                 else:
-                    together.extend(found)
+                    together.append(found)
 
         for block in self._blocks(others(), slots):
             yield from self._evaluate_block(block, layout, slots)
@@ -197,13 +198,13 @@ class Vectorised(Engine):
             if metrics is None:
                 yield from self.sequential.evaluate_all(jobs)
             else:
-                yield from zip([job.client for job in jobs], metrics, strict=True)
+                yield metrics
             return
         # Outside the except block, as above.
         for half in halves:
             yield from self._evaluate_block(half, layout, slots)
 
-    def _measure_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> list[dict[str, dict[str, float]]] | None:
+    def _measure_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Evaluated | None:
         """Return the metrics of the received models; None if the clients can't be evaluated at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None

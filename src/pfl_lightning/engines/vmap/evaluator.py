@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,6 +12,7 @@ from torch.func import vmap
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import Samples, gather
 from pfl_lightning.data.trees import Tree, padded, split
+from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import evaluate_padded, rows_at_once
 from pfl_lightning.engines.sequential import Sequential
@@ -22,6 +24,8 @@ from pfl_lightning.engines.vmap.merged import EVALUATION, FEW, Merged
 from pfl_lightning.internals.of_torch import BatchNorm
 from pfl_lightning.messages import StateDict, tree_map
 
+Blocks: TypeAlias = list[tuple[list[int], Columns]]
+"""Rows of clients that were evaluated together, and their metrics."""
 CLIENTS = 8
 """Clients per forward pass if each has as many samples as one pass may have; more if clients have fewer samples."""
 
@@ -48,10 +52,8 @@ class BlockEvaluator:
         self.usable = not normalises and not overrides(self.module, "evaluation_phases")
         """Whether clients can be evaluated at once, as far as known."""
 
-    def evaluate(
-        self, members: list[Member], entries: StateDict, slots: Slots
-    ) -> list[dict[str, dict[str, float]]] | None:
-        """Return the metrics of stacked clients, by their jobs' splits; None if each client must be evaluated alone.
+    def evaluate(self, members: list[Member], entries: StateDict, slots: Slots) -> Evaluated | None:
+        """Return the metrics of stacked clients; None if each client must be evaluated alone.
 
         Args:
             members: the clients.
@@ -59,9 +61,10 @@ class BlockEvaluator:
             slots: the module's slots.
         """
         parts = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
-        results: list[dict[str, dict[str, float]]] = [{} for _ in members]
+        results: dict[str, ClientMetrics] = {}
+        clients = [member.job.client for member in members]
         if not parts:
-            return results
+            return Evaluated(clients, results)
         if not self.usable:
             return None
         self.sequential.set_mode(training=False)
@@ -70,10 +73,13 @@ class BlockEvaluator:
                 before = self.attributes.look()
                 for part in parts:
                     samples = gather([member.data for member in members], part)
-                    measured = self._measure(samples, entries, slots)
-                    for member, result, values in zip(members, results, measured, strict=True):
-                        if values and part in member.job.evaluate:
-                            result[part] = values
+                    blocks = self._measure(samples, entries, slots)
+                    measured = ClientMetrics([([clients[row] for row in rows], columns) for rows, columns in blocks])
+                    asked = {member.job.client for member in members if part in member.job.evaluate}
+                    if len(asked) < len(members):
+                        measured = measured.of_clients(asked.intersection(measured))
+                    if measured:
+                        results[part] = measured
                 self.attributes.refuse_changes(before, "its forward pass changes {}")
         except torch.cuda.OutOfMemoryError:
             # Memory ran out for a single client beside the stack; another time it may suffice.
@@ -84,28 +90,24 @@ class BlockEvaluator:
             self.usable = False
             rank_zero_info(f"clients are evaluated one by one from now on: {reason_of(error)}.")
             return None
-        return results
+        return Evaluated(clients, results)
 
     @torch.no_grad()
-    def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> list[dict[str, float]]:
-        """Return the metrics of each client on the client's samples; empty for clients without samples."""
-        result: list[dict[str, float]] = [{} for _ in samples]
+    def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> Blocks:
+        """Return the metrics of clients on their samples, without clients that have none."""
         sizes = [len(of_one) for of_one in samples]
         if not any(sizes):
-            return result
+            return []
         at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
-        for rows in rows_alike(sizes, CLIENTS * at_once):
-            measured = self._measure_rows(rows, samples, entries, slots, at_once)
-            for row, values in zip(rows, measured, strict=True):
-                result[row] = values
-        return result
+        groups = rows_alike(sizes, CLIENTS * at_once)
+        return [*chain.from_iterable(self._measure_rows(rows, samples, entries, slots, at_once) for rows in groups)]
 
     def _measure_rows(
         self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
-    ) -> list[dict[str, float]]:
+    ) -> Blocks:
         """Return the metrics of some rows, evaluated together or, if memory is short, in halves."""
         try:
-            return self._measure_together(rows, samples, entries, slots, at_once)
+            return [(rows, self._measure_together(rows, samples, entries, slots, at_once))]
         except torch.cuda.OutOfMemoryError:
             if len(rows) == 1:
                 raise
@@ -116,7 +118,7 @@ class BlockEvaluator:
 
     def _measure_together(
         self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
-    ) -> list[dict[str, float]]:
+    ) -> Columns:
         """Return the metrics of some rows, with ``at_once`` samples of each row per forward pass."""
         chosen = entries
         if rows != list(range(len(samples))):
