@@ -70,6 +70,7 @@ from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.methods.fedprox import FedProx
 from pfl_lightning.methods.fedrep import FedRep
 from pfl_lightning.methods.fedrod import FedRoD
+from pfl_lightning.methods.fedrs import FedRS
 from pfl_lightning.methods.fedsa_lora import FedSALoRA
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.fedselect import FedSelect
@@ -162,6 +163,7 @@ __all__ = [
     "FedPer",
     "FedProto",
     "FedProx",
+    "FedRS",
     "FedRep",
     "FedRoD",
     "FedSALoRA",

@@ -103,6 +103,7 @@ METHODS = (
     Method("FedNTD", m.FedNTD, file="fedntd"),
     Method("FedPM", m.FedPM, file="fedpm"),
     Method("FedProx", m.FedProx, file="fedprox"),
+    Method("FedRS", m.FedRS, file="fedrs"),
     Method("FedSAM", m.FedSAM, file="fedsam"),
     Method("FedSR", m.FedSR, file="fedsr"),
     Method("FedUV", m.FedUV, file="feduv"),
