@@ -1,29 +1,21 @@
-"""The methods by family: the gallery of the site, and the table in README.md.
+"""The methods by family: the gallery of the site."""
 
-python docs/gallery.py        # write README's table from docs/families.yaml
-"""
-
-import csv
 import inspect
 import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import catalogue
 import ideas
 
+from pfl_lightning.cli.configs import squeezed
+from pfl_lightning.cli.methods_table import stored
 from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
-BEGIN, END = "<!-- families: written by `python docs/gallery.py` -->", "<!-- end of families -->"
-LISTED = 8
-"""Names in a row of README's table; the site has all."""
 GAIN, HOSPITALS, LEVEL = "over Local, 95 % interval", "over Local, by hospital", "last"
 TABLES = (
     ("mean of four hospitals", "results.md", "Personalised methods at the hospitals", "mean of hospitals", HOSPITALS),
@@ -43,33 +35,11 @@ ESCAPED = str.maketrans({"[": r"\[", "]": r"\]", "*": r"\*"})
 """Brackets and stars of a figure in the text of a link."""
 
 
-def families() -> list[dict[str, Any]]:
-    """Return the families of families.yaml, and a last one of methods without a family, where there are any."""
-    known: list[dict[str, Any]] = yaml.safe_load((HERE / "families.yaml").read_text())
-    named = {name for family in known for name in family["methods"]}
-    rest = [method.name for method in METHODS if method.name not in named]
-    return known + ([{"family": "More methods", "idea": "", "pays": "", "methods": rest}] if rest else [])
-
-
-def table() -> str:
-    """Return README's table: a row per family, with the first names of each."""
-    rows = ["| family | methods |", "| --- | --- |"]
-    for family in families():
-        names = family["methods"]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        rows.append(f"| **{family['family']}**. {family['idea']} | {', '.join(names[:LISTED])}{more} |")
-    return "\n".join(rows)
-
-
-def written(page: str) -> str:
-    """Return a page with the table between its two marks."""
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-
-
 def bearer(method: Method) -> type:
-    """Return the class with the docstring of a method: client module or aggregator, by the module that defines it."""
-    own = method.client if method.aggregator is None else type(method.new_aggregator())
+    """Return the class with the docstring of a method: aggregator if it has the name or is a choice, or client."""
+    server = type(method.new_aggregator())
+    is_named = squeezed(server.__name__) == squeezed(method.name)
+    own = server if is_named or method.aggregator is not None else method.client
     return own if own.__module__.startswith("pfl_lightning.methods.") else method.client
 
 
@@ -162,24 +132,15 @@ def gallery(pages: dict[str, str], rows: dict[str, dict[str, str]]) -> str:
         " interval or the share of clients that gain; a star: clear after Holm's correction.\n",
         ideas.block(ideas.legend()),
     ]
-    for family in families():
+    for family in catalogue.families():
         parts.append(f"## {family['family']}\n\n{family['idea']}\n")
         if family["pays"]:
             parts.append(f"**When it pays.** {family['pays']} [The tables](../{family['section']}).\n")
-        cards = "".join(card(by_name[name], rows[name], pages[name]) for name in family["methods"])
+        cards = "".join(card(by_name[name], rows[name], pages[name]) for name in catalogue.members(family["family"]))
         parts.append(f"::::{{grid}} 1 2 3 3\n:gutter: 2\n\n{cards}::::\n")
     return "\n".join(parts)
 
 
-def measured(table: Path) -> dict[str, dict[str, str]]:
-    """Return what each method sends, keeps and needs, by its name.
-
-    Args:
-        table: methods/table.csv.
-    """
-    with table.open() as file:
-        return {row["method"]: row for row in csv.DictReader(file)}
-
-
-if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+def measured() -> dict[str, dict[str, str]]:
+    """Return the row of each method in methods/table.csv, by its name."""
+    return {row["method"]: row for row in stored()}

@@ -1,15 +1,21 @@
 """Draws a method's idea: three clients as columns, layers as boxes, and the server with its rule above.
 
-Descriptions are in ideas.yaml, a line per method. A picture is a piece of HTML in the colours of the site's theme.
+A picture is a piece of HTML in the colours of the site's theme. A method's configuration describes it by these keys,
+and {} is FedAvg's picture without words:
+
+net: a client's layers from below (nets: of each client): S common, P the client's own, M mixed for the client, F fixed,
+  C common to a cluster, G a copy; a lower-case letter is a thin layer, a point a gap. SSS where nothing is said.
+beside: what else a client has: layers, or points, bars, mask, valley, correction. tie: spring, arrow, back, both, plus.
+adapter: factors A and B. local: the clients' words.
+server: mean, step, weights, models, mix, clusters, classes, outputs, points, hyper, generator, data, ring, none; mean
+  where nothing is said. by: the server's words. samples: the server has some. up: a word in place of the table's.
 """
 
 import math
-from functools import cache
 from html import escape
-from pathlib import Path
 from typing import Any
 
-import yaml
+import catalogue
 
 WIDTH, HEIGHT = 300, 166
 CLIENTS = (50, 150, 250)
@@ -42,12 +48,6 @@ LETTERS = {
     "G": "a copy",
 }
 """Kinds of layers. A layer of normalisation or bias is a lower-case letter, and a point is a gap."""
-
-
-@cache
-def described() -> dict[str, dict[str, Any]]:
-    """Return the description of each method's picture."""
-    return yaml.safe_load((Path(__file__).parent / "ideas.yaml").read_text())
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -291,14 +291,13 @@ def words(name: str, idea: dict[str, Any], up: list[str], down: list[str]) -> st
 
 
 def picture(name: str, row: dict[str, str]) -> str:
-    """Return a method's picture as a block of MyST; nothing without a description.
+    """Return a method's picture as a block of MyST.
 
     Args:
         name: the method's name.
         row: its row of methods/table.csv.
     """
-    idea = described().get(name)
-    return "" if idea is None else block(svg(name, idea, row))
+    return block(svg(name, catalogue.declared()[name]["picture"], row))
 
 
 def block(html: str) -> str:
@@ -311,7 +310,7 @@ def svg(name: str, idea: dict[str, Any], row: dict[str, str]) -> str:
 
     Args:
         name: the method's name.
-        idea: its line of ideas.yaml, with the keys described there; ``up`` takes the place of the table's word.
+        idea: its description.
         row: its row of methods/table.csv.
     """
     up = [idea["up"]] if "up" in idea else travels(row["up"])

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import catalogue
 import gallery
 import ideas
 from sphinx.application import Sphinx
@@ -185,7 +186,7 @@ def section(method: Method, row: dict[str, str]) -> str:
         f"Paper: [{paper}]({url})\n" if paper else "",
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
         f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
-        f"```yaml\n{config.read_text()}```\n",
+        f"```yaml\n{catalogue.SAID.sub('', config.read_text()).rstrip()}\n```\n",
         "| up | down | stays with the client | weighs by samples | needs | different nets |\n" + "| --- " * 6 + "|",
         "| " + " | ".join(row[key] for key in ("up", "down", "stays", *rest)) + " |\n",
         "In multiples of the model's bytes; see [all methods](../methods.md).\n",
@@ -197,7 +198,7 @@ def section(method: Method, row: dict[str, str]) -> str:
 
 def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
-    rows = gallery.measured(PACKAGE / "methods" / "table.csv")
+    rows = gallery.measured()
     title = ", ".join(method.name for method in methods)
     sections = [section(method, rows[method.name]) for method in methods]
     if len(methods) > 1:
@@ -240,7 +241,7 @@ def generate(app: Sphinx) -> None:
         write(HERE / "method" / f"{split(module)[1]}.md", method_page(module, methods))
     pages = {method.name: f"{split(module)[1]}.md" for module, methods in files.items() for method in methods}
     listed = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *dict.fromkeys(pages.values()), "```\n"])
-    rows = gallery.measured(PACKAGE / "methods" / "table.csv")
+    rows = gallery.measured()
     write(HERE / "method" / "index.md", f"{gallery.gallery(pages, rows)}\n{listed}")
     for module in ROOMS:
         write(HERE / "reference" / f"{module}.rst", room(module))

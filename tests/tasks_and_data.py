@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from federations import fitting
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, FederatedDataModule
+from pfl_lightning.methods.registry import Method
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Survival, Task
 
@@ -109,3 +112,21 @@ def client_of(kind: Kind, method: type[ClientModule], **settings: Any) -> Client
         optimizer=partial(SGD, lr=kind.rate),
         **settings,
     )
+
+
+def after_a_round(method: Method, kind: Kind, engine: str) -> list[float]:
+    """The clients' metrics after a round of a method."""
+    record = RoundLogger()
+    trainer = FederatedTrainer(
+        max_rounds=1,
+        engine=engine,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        callbacks=[record],
+    )
+    data = OfKind(kind, central_test=0.2, server_fraction=0.3)
+    trainer.fit(client_of(kind, method.client), datamodule=data, aggregator=method.new_aggregator())
+    return [value for row in record.clients for name, value in row.items() if name.startswith("test/")]

@@ -402,24 +402,16 @@ def gallery(monkeypatch):
     return importlib.import_module("gallery")
 
 
-def test_each_method_is_in_one_family_and_the_readme_has_the_families(gallery):
-    named = Counter(name for family in gallery.families() for name in family["methods"])
-    assert named == Counter(method.name for method in METHODS)
-    assert [family["family"] for family in gallery.families()][-1] != "More methods", "add it to docs/families.yaml"
-    assert (ROOT / "README.md").read_text() == gallery.written((ROOT / "README.md").read_text())
-
-
 def test_the_examples_of_the_gallery(gallery):
-    for module in (gallery, importlib.import_module("ideas")):
+    for module in (gallery, *map(importlib.import_module, ("catalogue", "ideas"))):
         done = doctest.testmod(module)
         assert done.attempted and not done.failed
 
 
 def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
     ideas = importlib.import_module("ideas")
-    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
-    described = ideas.described()
-    assert set(described) == {method.name for method in METHODS}, "describe each method's picture in docs/ideas.yaml"
+    rows = gallery.measured()
+    described = {name: each["picture"] for name, each in importlib.import_module("catalogue").declared().items()}
     known = {"net", "nets", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
     for name, idea in described.items():
         assert known.issuperset(idea), name
@@ -440,7 +432,7 @@ def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
 
 def test_a_picture_shows_who_has_which_layers(gallery):
     ideas = importlib.import_module("ideas")
-    rows = gallery.measured(ROOT / "src" / "pfl_lightning" / "methods" / "table.csv")
+    rows = gallery.measured()
     idea = {"net": "SSP", "server": "none"}
     drawn = xml.etree.ElementTree.fromstring(ideas.svg("FedPer", idea, rows["FedPer"]))
     kinds = Counter(box.get("class") for box in drawn.iter("rect"))

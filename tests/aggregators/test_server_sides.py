@@ -11,17 +11,13 @@ import yaml
 from command import pfl
 from pfl_lightning import Aggregator, aggregators, methods
 
-DEFINED = {
+SERVERS = {
     made.__name__: made
     for file in pkgutil.iter_modules(methods.__path__)
     for made in vars(importlib.import_module(f"pfl_lightning.methods.{file.name}")).values()
-    if inspect.isclass(made) and made.__module__ == f"pfl_lightning.methods.{file.name}"
-}
-SERVERS = {
-    name: made
-    for name, made in DEFINED.items()
-    # a base of FedOpt's servers, of no method by itself
-    if issubclass(made, Aggregator) and name != "ServerSteps"
+    if inspect.isclass(made)
+    and made.__module__ == f"pfl_lightning.methods.{file.name}"
+    and issubclass(made, Aggregator)
 }
 
 

@@ -5,33 +5,14 @@ from pathlib import Path
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning import FederatedTrainer
-from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
-from tasks_and_data import OfKind, client_of, kinds
+from tasks_and_data import after_a_round, kinds
 
 TABLE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text().partition("## Which method")[2]
 ROWS = [[cell.strip() for cell in line.strip("| ").split("|")] for line in TABLE.splitlines() if line.startswith("| ")]
 CELLS = {(row[0], task): cell for row in ROWS[2:] for task, cell in zip(ROWS[0][1:], row[1:], strict=True)}
 """What the documentation says of each method and task."""
-
-
-def after_a_round(method, kind, engine):
-    record = RoundLogger()
-    trainer = FederatedTrainer(
-        max_rounds=1,
-        engine=engine,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        callbacks=[record],
-    )
-    data = OfKind(kind, central_test=0.2, server_fraction=0.3)
-    trainer.fit(client_of(kind, method.client), datamodule=data, aggregator=method.new_aggregator())
-    return [value for row in record.clients for name, value in row.items() if name.startswith("test/")]
 
 
 def test_the_table_is_whole():

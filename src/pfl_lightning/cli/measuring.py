@@ -17,6 +17,8 @@ from torch.optim import SGD
 
 from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.cli.suggestions import suggestion
+from pfl_lightning.cli.usage import UsageError
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Pathological, Samples, Split
 from pfl_lightning.federation.federation import Federation
@@ -222,11 +224,27 @@ def describe(method: Method) -> dict[str, str]:
         "validation data": "val" in data.asked,
         "data at the server": "server" in data.asked,
     }
-    paper, url = method.paper
-    client, aggregator = method.pair
     bodies = [partial(MLP, hidden=hidden) for hidden in ((16,), (24, 16))]
     if "adapters" in method.client.requires:
         bodies = [net_of(method.client, body) for body in bodies]
+    return facts(method) | {
+        "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, traffic.up),
+        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + own * " of its own",
+        "stays": amount(num_bytes(personal) / model, parts),
+        "weighs by samples": max(traffic.weighs, key=("", "no", "yes").index),
+        "needs": ", ".join(name for name, needed in needs.items() if needed),
+        "different nets": works(method, bodies, max_rounds=2),
+    }
+
+
+def facts(method: Method) -> dict[str, str]:
+    """Return the columns of a method's row that need no run.
+
+    Args:
+        method: the method.
+    """
+    paper, url = method.paper
+    client, aggregator = method.pair
     return {
         "method": method.name,
         "paper": paper,
@@ -234,12 +252,6 @@ def describe(method: Method) -> dict[str, str]:
         "configuration": f"methods/{method.file}",
         "client module": client,
         "aggregator": aggregator,
-        "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, traffic.up),
-        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + own * " of its own",
-        "stays": amount(num_bytes(personal) / model, parts),
-        "weighs by samples": max(traffic.weighs, key=("", "no", "yes").index),
-        "needs": ", ".join(name for name, needed in needs.items() if needed),
-        "different nets": works(method, bodies, max_rounds=2),
     }
 
 
@@ -269,9 +281,20 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def measured() -> list[dict[str, str]]:
-    """Return the rows of all methods."""
+def measured(names: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of some methods.
+
+    Args:
+        names: the methods' names; none for all.
+
+    Raises:
+        UsageError: if a name is no method's.
+    """
+    known = [method.name for method in METHODS]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"methods: --measure {name} is no method{suggestion(name, known)}")
     # nets this small gain nothing from several threads, and lose much where something else runs
     torch.set_num_threads(1)
     with quiet():
-        return [describe(method) for method in METHODS]
+        return [describe(method) for method in METHODS if not names or method.name in names]

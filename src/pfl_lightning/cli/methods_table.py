@@ -95,12 +95,16 @@ def main(args: list[str]) -> int:
     parser.add_argument("--format", choices=list(FORMATS), default="text", help="format of the table (default: text)")
     parser.add_argument(
         "--measure",
-        action="store_true",
-        help="measure all methods again, in minutes, instead of printing stored figures",
+        nargs="*",
+        metavar="NAME",
+        help="measure these methods again, or all, in minutes, instead of printing stored figures",
     )
     given = parser.parse_args(args)
-    # imported on demand: the stored table needs no torch, and prints at once
-    print(FORMATS[given.format](import_module("pfl_lightning.cli.measuring").measured() if given.measure else stored()))
+    rows = stored()
+    if given.measure is not None:
+        # imported on demand: the stored table needs no torch, and prints at once
+        rows = import_module("pfl_lightning.cli.measuring").measured(given.measure)
+    print(FORMATS[given.format](rows))
     return 0
 
 

@@ -20,6 +20,8 @@ from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.nets import feature_size
 from pfl_lightning.settings import Unpack
 
+__all__ = ["CosineClassifier", "FedNH", "NormalizedHead"]
+
 PROTOTYPES = "net.classifier.prototypes"
 """The entry of V in a client's ``state_dict``."""
 

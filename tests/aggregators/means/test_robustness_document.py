@@ -1,41 +1,16 @@
-"""What docs/robustness.md says of methods and rules."""
+"""What docs/robustness.md says of rules and attacks."""
 
 import re
 from pathlib import Path
 
 import yaml
 
-from pfl_lightning.aggregators import CFL, AggregatorList, ClassMeans, ClusterModels, Mean, WeightedAverage
+from pfl_lightning.aggregators import Mean
 from pfl_lightning.aggregators import means as rules
 from pfl_lightning.callbacks import attacks
-from pfl_lightning.methods.registry import METHODS
 from test_documents import shown
 
 PAGE = (Path(__file__).parents[3] / "docs" / "robustness.md").read_text()
-TABLE = PAGE[PAGE.index("<!-- methods -->") : PAGE.index("<!-- end of methods -->")]
-
-
-def told():
-    """What the table says of each method."""
-    rows = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][2:]
-    return [(name, result) for names, result in rows for name in names.split(", ")]
-
-
-def test_it_names_every_method_once():
-    assert sorted(name for name, _ in told()) == sorted(method.name for method in METHODS)
-
-
-def test_it_says_of_each_whether_it_takes_a_mean():
-    table = dict(told())
-    for method in METHODS:
-        server = method.new_aggregator()
-        takes = (isinstance(server, ClassMeans) and type(server) is ClassMeans and not server.exclude_self) or type(
-            server
-        ) in (CFL, ClusterModels)
-        takes = takes or (isinstance(server, WeightedAverage) and server.takes_mean)
-        assert table[method.name].startswith("refused") == (not takes or isinstance(server, AggregatorList)), (
-            method.name
-        )
 
 
 def test_it_has_every_rule_and_every_attack():
