@@ -48,6 +48,7 @@ def is_regular(argument: Argument) -> bool:
     if argument.name.endswith((".help", "--help", "--print_config")):
         return False
     is_option = argument.name == "-c" or re.fullmatch(r"--[a-z][\w.]*\+?", argument.name) is not None
+    # whether an option may stand without a value depends on the option's type, which the parser knows
     return is_option and argument.value is not None
 
 
@@ -66,6 +67,7 @@ def refuse_file(file: str) -> None:
         raise UsageError(no_config(Path(Path.cwd(), file)))
     if (path := find(file)) is None:
         return
+    # the parser has a sentence for a file without permission, and one for bytes that are no text
     with suppress(OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8")
         try:

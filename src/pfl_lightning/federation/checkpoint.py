@@ -177,6 +177,7 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
             f"{subject(saved)}'s clients have {one} and the data's clients have {other}, so clients can't be paired; "
             "take data with the same client names."
         )
+    # clients without names are told apart by their samples alone
     check_sizes(saved, data)
     new, earlier = data.new_clients, saved["settings"]["data.new_clients"]
     if earlier != new:
@@ -186,6 +187,7 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
         )
     rows = other_rows(saved, data)
     is_other = rows is not None and bool(rows[:, 0].any())
+    # a run that goes on compares rows later: other settings explain other rows, and are told first
     if use != "fit" and (is_other or saved["partition"] != fingerprint(data)):
         raise MisconfigurationException(
             f"{subject(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "

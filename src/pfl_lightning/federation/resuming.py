@@ -270,6 +270,7 @@ def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> b
         MisconfigurationException: if settings differ and ``accepted`` is False.
     """
     lines = changes(saved["settings"] | {"seed_everything": saved["seed"]}, now | chosen_seed())
+    # each of them, as the refusal has room for some names only
     for line in lines:
         rank_zero_info(line)
     if lines and not accepted:

@@ -267,6 +267,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     r"""Return the exact :math:`\epsilon` of one Gaussian mechanism: the least with `gaussian_delta` at most delta."""
     if gaussian_delta(0.0, noise_multiplier) <= delta:
         return 0.0
+    # doubling first, as little noise makes epsilon arbitrarily large
     low, high = 0.0, 1.0
     while gaussian_delta(high, noise_multiplier) > delta:
         low, high = high, 2 * high

@@ -227,6 +227,7 @@ def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
     runs = sorted(root / found.relative_to(root).parts[0] for found in root.glob(f"*/{mark}"))
     if not runs:
         return None
+    # time 0 without a stamp, as of a process that was killed between its record and its stamp
     written = {run: stamped(run) for run in runs}
     latest = max(time for time, _ in written.values())
     newest = [run for run in runs if written[run][0] == latest]
