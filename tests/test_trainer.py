@@ -19,6 +19,7 @@ from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import FedBABU, FedPer
 from pfl_lightning.runs.folder import checkpoint_of_run, stamp
+from pfl_lightning.runs.run_status import STAMP
 from pfl_lightning.trainer import MEANINGLESS
 
 # Refusals
@@ -312,9 +313,8 @@ def test_an_evaluation_takes_the_newest_run_with_such_a_checkpoint_and_a_resumed
         file = tmp_path / f"version_{number}" / mark
         file.parent.mkdir(parents=True)
         file.touch()
-        os.utime(tmp_path / f"version_{number}", (number, number))
+        stamp(tmp_path / f"version_{number}")
     (tmp_path / "version_0" / "rounds.csv").touch()
-    os.utime(tmp_path / "version_0", (0, 0))
     assert checkpoint_of_run(tmp_path, "best", begun=False) == tmp_path / "version_0" / "checkpoints" / "best.ckpt"
     assert checkpoint_of_run(tmp_path, "best", begun=True) == tmp_path / "version_1" / "checkpoints" / "best.ckpt"
     assert checkpoint_of_run(tmp_path / "none", "best", begun=True) is None
@@ -351,6 +351,16 @@ def test_the_newest_run_is_told_by_its_own_record(begun, tmp_path):
     assert newest() == "a_copy"
     os.rename(tmp_path / "a_copy", tmp_path / "other")
     assert newest() == "other"
+
+
+def test_runs_without_a_stamp_are_older_and_alone_not_told_apart(tmp_path):
+    marked(tmp_path, "version_0", "version_1", "version_2")
+    for name in ("version_1", "version_2"):
+        (tmp_path / name / STAMP).unlink()
+    assert checkpoint_of_run(tmp_path, "last", begun=True).parents[1].name == "version_0"
+    (tmp_path / "version_0" / STAMP).unlink()
+    with pytest.raises(MisconfigurationException, match=rf"version_1.* no {STAMP}"):
+        checkpoint_of_run(tmp_path, "last", begun=True)
 
 
 def test_last_goes_on_with_the_run_that_wrote_last(tmp_path):

@@ -428,8 +428,8 @@ def record(run, accuracies):
     # an earlier round says the opposite
     early = [f"0,{client},{1 - val}" for client, (val, _) in enumerate(accuracies)]
     (folder / "client_rounds.csv").write_text("\n".join(["round,client,val/acc", *early, *lines, ""]))
-    lines = [f"{client},{test}" for client, (_, test) in enumerate(accuracies)]
-    (folder / "clients.csv").write_text("\n".join(["client,test/acc", *lines, ""]))
+    lines = [f"{client},20,{test}" for client, (_, test) in enumerate(accuracies)]
+    (folder / "clients.csv").write_text("\n".join(["client,samples,test/acc", *lines, ""]))
     (folder / "rounds.csv").write_text(f"round,cohort,bytes/up,bytes/down,test/acc\n{rounds},0,0,0,0.5\n")
     mean = sum(val for val, _ in accuracies) / len(accuracies)
     part = {"round": rounds, "val/acc": mean, "test/acc": 0.5}

@@ -64,8 +64,8 @@ cell = "" if accuracy is None else accuracy
 )
 tested = plan.get("clients", [cell, cell])
 names = plan.get("names", [""] * len(tested))
-rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, tested))]
-(folder / "clients.csv").write_text("\\n".join(["client,name,test/acc", *rows, ""]))
+rows = [f"{k},{name},20,{value}" for k, (name, value) in enumerate(zip(names, tested))]
+(folder / "clients.csv").write_text("\\n".join(["client,name,samples,test/acc", *rows, ""]))
 if scores := plan.get("scores"):
     import numpy as np
 

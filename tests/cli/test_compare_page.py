@@ -67,7 +67,7 @@ def result(folder: Path, method: str, mu: float, accuracies: list[float]) -> Res
     (folder / "rounds.csv").write_text("round,test/acc\n1,0.5\n2,0.75\n")
     rows = [f"{client},{10 * client + 10},2,{value}" for client, value in enumerate(accuracies)]
     (folder / "clients.csv").write_text("\n".join(["client,samples,classes,test/acc", *rows, ""]))
-    (folder / "summary.json").write_text("{}")
+    (folder / "summary.json").write_text('{"monitor": {"metric": "acc", "mode": "max"}}')
     return Result(Run(method, 0, folder, ()), folder)
 
 
@@ -136,8 +136,8 @@ def test_clients_without_a_value_keep_their_rows_with_the_reason(tmp_path):
             folder = tmp_path / method / str(seed)
             folder.mkdir(parents=True)
             (folder / "config.yaml").write_text("")
-            rows = [f"{k},{name},{value}" for k, (name, value) in enumerate(zip(names, values, strict=True))]
-            (folder / "clients.csv").write_text("\n".join(["client,name,test/auroc,test/loss", *rows, ""]))
+            rows = [f"{k},{name},20,{value}" for k, (name, value) in enumerate(zip(names, values, strict=True))]
+            (folder / "clients.csv").write_text("\n".join(["client,name,samples,test/auroc,test/loss", *rows, ""]))
             (folder / "rounds.csv").write_text("round,cohort,bytes/up,bytes/down,test/auroc\n2,0,0,0,0.5\n")
             part = {"round": 2, "test/auroc": 0.5}
             ends = {"final": part, "selected": part, "best_on_test": part, "partition": "p", "initial": "i"}

@@ -166,7 +166,7 @@ def replaced(entries):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [(emptied, "method, sizes"), (halved, "seed, aggregator"), (replaced, "sizes")]
+    ("change", "named"), [(emptied, "method, names"), (halved, "seed, aggregator"), (replaced, "sizes")]
 )
 @pytest.mark.parametrize("states", ["memory", "disk"])
 def test_a_checkpoint_whose_federation_is_damaged_is_refused(change, named, states, tmp_path):

@@ -239,12 +239,13 @@ def test_a_partitioner_is_compared_with_its_settings(tmp_path, told):
         assert line in told()
 
 
-def test_an_earlier_checkpoint_without_settings_goes_on(checkpoint, tmp_path):
-    old = load(checkpoint)
-    del old["federation"]["settings"]
-    torch.save(old, tmp_path / "old.ckpt")
-    changed = run(tmp_path, {"model": {"mu": 0.5, "seed": 4}}, 2, tmp_path / "old.ckpt")
-    assert changed.rows[-1]["round"] == 2
+@pytest.mark.parametrize("entry", ["settings", "rows", "names"])
+def test_a_checkpoint_of_another_version_is_refused(entry, checkpoint, tmp_path):
+    other = load(checkpoint)
+    del other["federation"][entry]
+    torch.save(other, tmp_path / "other.ckpt")
+    with pytest.raises(MisconfigurationException, match=f"no {entry};"):
+        run(tmp_path, {}, 2, tmp_path / "other.ckpt")
 
 
 @pytest.mark.parametrize("evaluate", ["validate", "test"])

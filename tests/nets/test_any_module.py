@@ -1,11 +1,13 @@
 """Modules that know nothing of features and classifiers."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
-from torchvision.models import alexnet, resnet18
+from torchvision.models import DenseNet, VisionTransformer, alexnet, resnet18
 
 from federations import CLASSES, FEATURES, HIDDEN, fit, make_client, plain
 from pfl_lightning.aggregators import ClusterModels
@@ -42,7 +44,15 @@ class Pooled(Named):
         return self.classifier(self.features(x).relu())
 
 
-@pytest.mark.parametrize(("build", "shape"), [(resnet18, (3, 32, 32)), (alexnet, (3, 64, 64))])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (resnet18, (3, 32, 32)),
+        (alexnet, (3, 64, 64)),
+        (partial(DenseNet, block_config=(2, 2)), (3, 32, 32)),
+        (partial(VisionTransformer, 16, 4, 2, 4, 32, 48), (3, 16, 16)),
+    ],
+)
 def test_torchvision_s_nets_are_cut_at_their_last_layer(build, shape):
     module = build(num_classes=7).eval()
     x = torch.rand(2, *shape)

@@ -135,7 +135,7 @@ class RoundLogger(FederatedCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the record of a resumed run."""
         self.rows, self._packed = PackedRows.unpacked(state_dict["rows"]), PackedRows()
-        if self.client_rounds and "client_rows" in state_dict:
+        if self.client_rounds:
             self.client_rows, self._packed_clients = PackedRows.unpacked(state_dict["client_rows"]), PackedRows()
         self._seconds = state_dict["seconds"]
         self.fingerprints = dict(state_dict["fingerprints"])

@@ -70,5 +70,4 @@ def newest(root: Path, name: str, configured: bool = True) -> Path | None:
     found = [path for each in methods if (path := checkpoint_of_run(each, name, begun=False)) is not None]
     if configured:
         found = [path for path in found if (path.parents[1] / "config.yaml").is_file()]
-    # runs of earlier versions have no stamp, and count as oldest
     return max(found, key=lambda path: stamped(path.parents[1]), default=None)

@@ -1,6 +1,6 @@
 """Entry point of the command line, ``pfl-lightning COMMAND``; ``cli.commands`` lists the commands.
 
-Nothing heavy is imported here: importing torch and Lightning takes seconds, and neither a list nor a typing mistake
+Nothing heavy is imported here: importing torch and Lightning takes seconds, and neither a list nor a mistyped command
 needs either. A command imports both when it starts.
 """
 

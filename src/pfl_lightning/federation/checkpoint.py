@@ -104,14 +104,24 @@ def refuse(record: Any, name: str) -> Any:
 
 ENTRIES: dict[str, tuple[type, ...]] = {
     "method": (str,),
+    "names": (list,),
     "sizes": (list,),
+    "partition": (str,),
+    "rows": (Tensor, type(None)),
+    "settings": (dict,),
     "round": (int,),
     "lr_factor": (float, int, Tensor),
     "seed": (int,),
     "initial": (list,),
     "start": (dict,),
+    "common": (dict,),
     "aggregator": (dict,),
+    "cohort": (dict,),
+    "stages": (dict,),
     "clients": (dict,),
+    "after": (dict,),
+    "payloads": (dict,),
+    "newcomer": (dict,),
 }
 """Entries that every saved federation has, with their types."""
 
@@ -127,7 +137,8 @@ def check_same(saved: Any, method: str) -> None:
         MisconfigurationException: if an entry is missing, or the method is another one.
     """
     entries = saved if isinstance(saved, Mapping) else {}
-    if lacking := [name for name, kind in ENTRIES.items() if not isinstance(entries.get(name), kind)]:
+    # a file of another version has other entries, and is refused before one of them is missed
+    if lacking := [name for name, kind in ENTRIES.items() if not isinstance(entries.get(name, ...), kind)]:
         raise MisconfigurationException(
             f"ckpt_path: the checkpoint's federation has no {listed(lacking)}; take another checkpoint, such as "
             "best.ckpt or last.ckpt of the run."
@@ -157,20 +168,18 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
     Raises:
         MisconfigurationException: if clients can't be paired.
     """
-    then, now = saved.get("names", []), data.client_names[: data.num_clients]
+    then, now = saved["names"], data.client_names[: data.num_clients]
     if then and now:
         return pair_names(saved, data, use)
-    if bool(then) != bool(now) and "names" in saved:
+    if bool(then) != bool(now):
         one, other = ("names", "none") if then else ("no names", "some")
         raise MisconfigurationException(
             f"{subject(saved)}'s clients have {one} and the data's clients have {other}, so clients can't be paired; "
             "take data with the same client names."
         )
+    # clients without names are told apart by their samples alone
     check_sizes(saved, data)
-    # A federation that hasn't been saved has no settings here, and earlier versions lack this one; both count as
-    # unchanged.
-    new = data.new_clients
-    earlier = saved["settings"].get("data.new_clients", 0) if "settings" in saved else new
+    new, earlier = data.new_clients, saved["settings"]["data.new_clients"]
     if earlier != new:
         raise MisconfigurationException(
             f"{subject(saved)}'s run had data.new_clients={earlier} and this one has {new}, so new clients may have "
@@ -178,7 +187,8 @@ def pair_clients(saved: Mapping[str, Any], data: FederatedDataModule, use: str) 
         )
     rows = other_rows(saved, data)
     is_other = rows is not None and bool(rows[:, 0].any())
-    if use != "fit" and (is_other or ("partition" in saved and saved["partition"] != fingerprint(data))):
+    # a run that goes on compares rows later: other settings explain other rows, and are told first
+    if use != "fit" and (is_other or saved["partition"] != fingerprint(data)):
         raise MisconfigurationException(
             f"{subject(saved)}'s clients hold other samples than the data's clients, and no names pair them; take the "
             "same data, partitioner and data.seed, or data with client names."
@@ -233,9 +243,9 @@ def other_rows(saved: Mapping[str, Any], data: FederatedDataModule, in_order: bo
         in_order: whether the same rows in another order count as other ones.
 
     Returns:
-        For each client train, val and test; None where the samples are at sites, or the record has no digests.
+        For each client train, val and test; None where the samples are at sites.
     """
-    then: Tensor | None = saved.get("rows")
+    then: Tensor | None = saved["rows"]
     with data.at_round(1):
         now = data.split_digests()
     if then is None or now is None or len(then) != len(now):

@@ -424,7 +424,7 @@ class Federation(LightningModule):
         self._met, when = self.data, self.options.evaluate
         others = other_rows(saved, self.data)
         is_other = others is not None and bool(others.any())
-        if use == "test" and when != "before" and (is_other or saved.get("partition") != fingerprint(self.data)):
+        if use == "test" and when != "before" and (is_other or saved["partition"] != fingerprint(self.data)):
             raise MisconfigurationException(
                 f"trainer.evaluate={when} shows metrics kept from clients' training, and data holds other samples "
                 "now; take evaluate=before."
@@ -1120,7 +1120,7 @@ class Federation(LightningModule):
             MisconfigurationException: if the checkpoint's clients are not those of the data module.
         """
         # clients that joined an earlier part of the run beyond the number of the settings
-        later = state.get("names", [])[self.data.num_clients :] if self.data.at_sites else []
+        later = state["names"][self.data.num_clients :] if self.data.at_sites else []
         if later and len(state["names"]) <= self.data.most_clients:
             self.grow(later)
         if self._meet(state) or state["seed"] != self.seed:
@@ -1140,7 +1140,7 @@ class Federation(LightningModule):
             # a stage that the run began without begins here
             if name in state["stages"]:
                 stage.load_state_dict(state["stages"][name])
-        for architecture, entries in state.get("common", {}).items():
+        for architecture, entries in state["common"].items():
             self.client_modules[architecture].assign(entries)
         self.clients = {client: ClientState(**saved) for client, saved in state["clients"].items()}
 
@@ -1167,14 +1167,14 @@ class Federation(LightningModule):
         check_same(checkpoint["federation"], self.method)
         for architecture, module in enumerate(self.client_modules):
             complete(module, checkpoint, architecture)
-        # Checkpoints of earlier versions, and data without preprocessing, have no such entry.
+        # a run whose data prepare nothing, or another class of data, leaves no such entry
         fitted = checkpoint.get(type(self.data).__qualname__, {}).get("preprocessing") or {}
         state = checkpoint["federation"] | {"preprocessing": fitted}
         if self.options.client_states == "disk":
             # With client_states=disk the checkpoint is memory-mapped, and its file can't be freed while one tensor
             # still refers to it; so these small entries are copied.
             small = ("initial", "start", "aggregator", "stages", "rows")
-            state = state | deepcopy({name: state[name] for name in small if name in state})
+            state = state | deepcopy({name: state[name] for name in small})
         self.load_federation_state(state)
         self.clients = self._kept(self.clients)
         if not self.is_fitting and (path := self.trainer.ckpt_path):
@@ -1185,10 +1185,9 @@ class Federation(LightningModule):
             # Fails for another net even with resume_changed=true: no run could continue with different weights.
             self.load_state_dict(checkpoint["state_dict"])
             # other settings are told before other rows, and these before fitted values, which depend on rows
-            if not (has_changed := bool(changes(state.get("settings", {}), self.settings))):
+            if not (has_changed := bool(changes(state["settings"], self.settings))):
                 check_rows(state, self.data)
-            if "settings" in state:
-                state = {**state, "settings": state["settings"] | then}
+            state = {**state, "settings": state["settings"] | then}
             self.changed = check_settings(state, self.settings | now, self.resume_changed)
             if has_changed:
                 check_rows(state, self.data)

@@ -73,7 +73,7 @@ def selected_test(federation: Federation, best: str | None) -> dict[str, float]:
     saved = checkpoint["federation"]
     clients = federation.data.num_clients
     # In the record are the metrics of the round's own evaluation, which may be of a sample of the clients.
-    recorded = saved.get("settings", {}).get("trainer.test_every_round")
+    recorded = saved["settings"].get("trainer.test_every_round")
     if saved["round"] == federation.round or (recorded and federation.options.evaluation_size(clients) == clients):
         return {}
     return {"round": saved["round"], **metrics_at(federation, checkpoint)}

@@ -372,10 +372,8 @@ class SavedClients(LightningModule):
         own = self.saved.get("own", {})
         self.kept: KeptModels = own or joined_models(path, self.saved)
         # ids in a site's data are others than in the federation, so that names of kept models alone count there
-        names = {"clients": [] if own else self.saved.get("names", [])}
-        names |= {"num_clients": 0 if own else len(self.saved["payloads"])}
-        self.data = data_in(checkpoint, names, own=bool(own))
-        warn_of_trained(self.saved.get("settings", {}).get("trainer.evaluate", "before"))
+        self.data = data_in(checkpoint, **({"clients": [], "num_clients": 0} if own else {}))
+        warn_of_trained(self.saved["settings"].get("trainer.evaluate", "before"))
         self.modules_of_clients, checkpoint = client.architectures(), dict(checkpoint)
         # Lightning moves them to the device
         self.architectures = nn.ModuleList(self.modules_of_clients)
@@ -454,17 +452,14 @@ def warn_of_trained(evaluate: str) -> None:
         )
 
 
-def data_in(
-    states: Mapping[str, Any], names: Mapping[str, Any] | None = None, own: bool = False
-) -> FederatedDataModule:
+def data_in(states: Mapping[str, Any], **replaced: Any) -> FederatedDataModule:
     """Return a data module without samples, only to make inputs of raw rows.
 
     Its class must have been imported: the author of a checkpoint must not choose the code that runs on loading.
 
     Args:
         states: entries of data modules by the names of their classes, such as a checkpoint.
-        names: ``clients`` and ``num_clients``, for checkpoints of earlier versions, which lack them in the entry.
-        own: whether ``names`` replace those of the entry.
+        **replaced: values in place of those of the class's entry.
 
     Raises:
         MisconfigurationException: if no such class has been imported, or it makes inputs by code of its own that may
@@ -481,8 +476,7 @@ def data_in(
         raise NeedsSamples(
             f"the checkpoint alone can't make inputs of raw rows, as {reason}; give the run's data module"
         )
-    state, names = states[kind.__qualname__], names or {}
-    return cast(FederatedDataModule, kind.from_state({**state, **names} if own else {**names, **state}))
+    return cast(FederatedDataModule, kind.from_state({**states[kind.__qualname__], **replaced}))
 
 
 def works_alone(kind: type[FederatedDataModule]) -> bool:

@@ -269,9 +269,8 @@ def check_settings(saved: Mapping[str, Any], now: Settings, accepted: bool) -> b
     Raises:
         MisconfigurationException: if settings differ and ``accepted`` is False.
     """
-    # Checkpoints of earlier versions have no settings to compare.
-    then = saved["settings"] | {"seed_everything": saved["seed"]} if "settings" in saved else {}
-    lines = changes(then, now | chosen_seed())
+    lines = changes(saved["settings"] | {"seed_everything": saved["seed"]}, now | chosen_seed())
+    # each of them, as the refusal has room for some names only
     for line in lines:
         rank_zero_info(line)
     if lines and not accepted:

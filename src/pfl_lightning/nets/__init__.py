@@ -7,7 +7,6 @@ from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_ou
 from pfl_lightning.nets.causal_lm import CausalLM
 from pfl_lightning.nets.char_gru import CharGRU
 from pfl_lightning.nets.cnn import CNN, LeakyCNN, LeNet5, SmallCNN
-from pfl_lightning.nets.densenet import DenseNet
 from pfl_lightning.nets.fasttext import FastText
 from pfl_lightning.nets.mlp import MLP
 from pfl_lightning.nets.resnet import CifarResNet, ResNet18
@@ -18,7 +17,6 @@ from pfl_lightning.nets.shared_features import (
     ShuffleNetV2Features,
 )
 from pfl_lightning.nets.transformer import Transformer
-from pfl_lightning.nets.vit import ViT
 
 __all__ = [
     "CNN",
@@ -29,7 +27,6 @@ __all__ = [
     "CausalLM",
     "CharGRU",
     "CifarResNet",
-    "DenseNet",
     "FastText",
     "GoogLeNetFeatures",
     "Head",
@@ -42,7 +39,6 @@ __all__ = [
     "ShuffleNetV2Features",
     "SmallCNN",
     "Transformer",
-    "ViT",
     "cut_net",
     "feature_size",
     "find_output_layer",

@@ -267,6 +267,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     r"""Return the exact :math:`\epsilon` of one Gaussian mechanism: the least with `gaussian_delta` at most delta."""
     if gaussian_delta(0.0, noise_multiplier) <= delta:
         return 0.0
+    # doubling first, as little noise makes epsilon arbitrarily large
     low, high = 0.0, 1.0
     while gaussian_delta(high, noise_multiplier) > delta:
         low, high = high, 2 * high
@@ -312,29 +313,29 @@ def by_quadrature(z: float, rate: float, orders: Sequence[float]) -> NDArray[np.
     The integrand is analytic within :math:`\pi z^2` of the real line and falls like a Gaussian, so the error falls
     exponentially in :math:`z^2` over the step, here to below 1e-12.
     """
+    # imported here: sites load this file and never call this
+    from scipy.special import logsumexp
+
     # fine enough for the density and for the strip in which the integrand is analytic
     step = min(z / 8, z**2 / 2)
     x = np.arange(-12 * z, max(orders) + 12 * z, step)
     # by logarithms: the ratio overflows for little noise
     ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * z**2))
     log_density = -(x**2) / (2 * z**2) + math.log(step) - math.log(z * math.sqrt(2 * math.pi))
-    return np.array([log_of_sum(log_density + order * ratio) for order in orders])
+    return np.array([logsumexp(log_density + order * ratio) for order in orders])
 
 
 def by_binomials(z: float, rate: float, order: int) -> float:
     r"""Return :math:`\log A_\alpha` of an integer order from 2 up, the exact sum over binomials."""
+    # imported here, as in `by_quadrature`
+    from scipy.special import logsumexp
+
     j = np.arange(order + 1)
     factorials = np.array([math.lgamma(k + 1) for k in j])
     choose = factorials[-1] - factorials - factorials[::-1]
     terms = choose + j * math.log(rate) + (order - j) * math.log1p(-rate) + (j**2 - j) / (2 * z**2)
-    return log_of_sum(terms)
-
-
-def log_of_sum(terms: NDArray[np.float64]) -> float:
-    """Return the logarithm of the sum of numbers, from their logarithms."""
-    # the largest apart, as the numbers themselves overflow
-    largest = terms.max()
-    return float(largest + np.log(np.exp(terms - largest).sum()))
+    # by logarithms: the terms themselves overflow
+    return float(logsumexp(terms))
 
 
 def converted(rho: NDArray[np.float64], delta: float) -> NDArray[np.float64]:

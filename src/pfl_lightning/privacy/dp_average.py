@@ -357,7 +357,7 @@ class DPAverage(Aggregator):
     def _releases(self) -> list[Release]:
         """Return the releases so far, without amplification those with cohorts that follow from the seed."""
         made = [Release(*release) for release in self.state["releases"]]
-        # of a simulation, or of a checkpoint from before cohorts were drawn from the operating system
+        # of a simulation, whose cohorts were drawn from the seed
         if self.hides_cohorts and "hidden_cohorts" not in self.state:
             made = composed([], [release._replace(rate=1.0) for release in made])
         return made

@@ -222,23 +222,22 @@ def checkpoint_of_run(root: Path, name: str, begun: bool) -> Path | None:
     Raises:
         MisconfigurationException: if several runs wrote last, such as copies of one run.
     """
-    # a training run writes one of these at its beginning; an evaluation's folder has none
-    marks = ("config.yaml", "rounds.csv") if begun else (f"checkpoints/{name}.ckpt",)
-    runs = sorted({root / mark.relative_to(root).parts[0] for pattern in marks for mark in root.glob(f"*/{pattern}")})
+    # a training run writes its record at its beginning, and an evaluation none
+    mark = "rounds.csv" if begun else f"checkpoints/{name}.ckpt"
+    runs = sorted(root / found.relative_to(root).parts[0] for found in root.glob(f"*/{mark}"))
     if not runs:
         return None
+    # time 0 without a stamp, as of a process that was killed between its record and its stamp
     written = {run: stamped(run) for run in runs}
     latest = max(time for time, _ in written.values())
     newest = [run for run in runs if written[run][0] == latest]
     # the stamp names the folder: in a copy under another name, the two differ
     newest = [run for run in newest if written[run][1] == run.name] or newest
-    if not latest:
-        # runs of earlier versions have no stamp; a folder's time is that of the last new file, so of the run's start at
-        # least
-        newest = [max(runs, key=lambda run: run.stat().st_mtime)]
+    # the times of the folders don't decide: copying a run, or opening it in another program, changes them
     if len(newest) > 1:
         raise MisconfigurationException(
-            f"ckpt_path={name!r} could be of {' or of '.join(map(str, newest))}, which were written at the same time; "
+            f"ckpt_path={name!r} could be of {' or of '.join(map(str, newest))}, "
+            f"{'which were written at the same time' if latest else f'which have no {STAMP}, the time of writing'}; "
             "give the path of a checkpoint."
         )
     return newest[0] / "checkpoints" / f"{name}.ckpt"

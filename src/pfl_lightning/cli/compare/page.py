@@ -124,8 +124,7 @@ def page(
         pictures.append(("Clients", plot_clients(some, tested, note=counted(finished))))
     # one picture is enough: at a seed all methods have the same partition
     first = next((results[0].clients for results in finished.values()), [])
-    # records of earlier versions have no column of samples
-    if first and "samples" in first[0]:
+    if first:
         pictures.append(("Partition", plot_sizes(first)))
     return PAGE.substitute(
         title=escape(title),

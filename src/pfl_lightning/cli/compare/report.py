@@ -327,7 +327,7 @@ def titles(text: str) -> list[str]:
     Raises:
         ArgumentTypeError: if there is no such column.
     """
-    # "last" is the weighted mean, by the title of earlier versions
+    # "last" alone is the weighted mean
     known = ["last", *(column.title for column in columns_of(Monitor(), new=True)), f"{OVER}METHOD", RANK, PAPER]
     asked = [title.strip() for title in text.split(",")]
     for title in asked:

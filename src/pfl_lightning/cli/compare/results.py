@@ -149,8 +149,7 @@ class Result:
     @cached_property
     def monitor(self) -> Monitor:
         """The metric that selects."""
-        # summaries of earlier versions name no metric, which was always accuracy
-        return Monitor(**self.summary.get("monitor", {}))
+        return Monitor(**self.summary["monitor"])
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
