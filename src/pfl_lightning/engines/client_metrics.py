@@ -54,6 +54,7 @@ class ClientMetrics(Mapping[int, dict[str, Any]]):
         Args:
             name: the metric.
         """
+        # sums over clients mustn't depend on which engine or process has evaluated whom first
         parts = [columns.get(name) or [math.nan] * len(clients) for clients, columns in self.blocks]
         return np.array([value for part in parts for value in part], dtype=np.float64)[self._order]
 
@@ -101,6 +102,7 @@ class ClientMetrics(Mapping[int, dict[str, Any]]):
 
     @cached_property
     def _places(self) -> dict[int, tuple[Columns, int]]:
+        # made only where somebody looks at single clients
         return {client: (columns, row) for clients, columns in self.blocks for row, client in enumerate(clients)}
 
 

@@ -305,6 +305,7 @@ def all_alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf
         job_of: returns a client's job.
         common: the state and payload.
     """
+    # `alike` looks at each client's state and payload, which takes longer than to evaluate it
     clients, ends = list(sizes), np.cumsum(list(sizes.values()))
     begin = 0
     while begin < len(clients):
