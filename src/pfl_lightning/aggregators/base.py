@@ -268,6 +268,9 @@ class Aggregator:
         Training, evaluation, accounting and checkpoints all call it, so let it be cheap and change nothing: return
         tensors of `state` as they are, and the client copies them.
 
+        Evaluations first ask with a stand-in for all clients, at which every look raises. A payload that doesn't depend
+        on the client is then made once, and clients that keep nothing of their own are evaluated together.
+
         Args:
             client: the client's id.
         """
