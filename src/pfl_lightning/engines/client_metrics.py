@@ -149,14 +149,10 @@ def by_split(results: Iterable[Evaluated]) -> dict[str, ClientMetrics]:
     return {split: ClientMetrics(own) for split, own in blocks.items()}
 
 
-def by_client(results: Mapping[str, ClientMetrics]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return each client's metrics by split.
+def by_client(results: Iterable[Evaluated]) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return each client's metrics by split; empty for clients without samples.
 
     Args:
-        results: metrics by split.
+        results: of different clients.
     """
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for split, metrics in results.items():
-        for client, own in metrics.items():
-            found.setdefault(client, {})[split] = own
-    return found
+    return {client: each.metrics(client) for each in results for client in each.clients}

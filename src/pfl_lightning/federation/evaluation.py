@@ -154,13 +154,14 @@ class Evaluations:
         when = self.options.evaluate
         # Clients with kept metrics need no pass when only the trained models count.
         unknown = [c for c in clients if c not in self.after] if when == "after" else clients
-        received = by_split(self.measure(unknown, splits, self.job_of, self.received_of, self.common()))
-        self.results = received if when == "before" else {}
+        evaluated = self.measure(unknown, splits, self.job_of, self.received_of, self.common())
+        received = by_split(evaluated)
         if when == "before":
+            self.results = received
             return
         # beside metrics from before local training, these have names of their own
         ending = "" if when == "after" else "_after"
-        own = by_client(received)
+        own = by_client(evaluated)
         trained = []
         for client in clients:
             kept = self.after[client] if client in self.after else own.get(client, {})
@@ -215,10 +216,8 @@ class Evaluations:
         """
         if splits := self.options.splits_after:
             others = [client for client in clients if client not in trained and client not in self.after]
-            evaluated = self.measure(others, splits, self.job_of, self.received_of, self.common())
-            found = by_client(by_split(evaluated))
             # with those that have answered without a sample, who needn't be asked again
-            self.after.update({client: found.get(client, {}) for part in evaluated for client in part.clients})
+            self.after.update(by_client(self.measure(others, splits, self.job_of, self.received_of, self.common())))
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take the kept metrics from a saved federation.

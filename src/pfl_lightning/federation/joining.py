@@ -23,6 +23,7 @@ from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.description import described
 from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
+from pfl_lightning.engines.client_metrics import by_client
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.federation.evaluation import Metrics
@@ -118,7 +119,7 @@ def join(
     whole = overrides(federation.client, "joining_phases")
     joined = reported(
         federation,
-        {client: unadapted(each.metrics(client)) for each in evaluated for client in each.clients},
+        {client: unadapted(metrics) for client, metrics in by_client(evaluated).items()},
         {client: unadapted(outcome.after) if whole else outcome.after for client, outcome in outcomes.items()},
     )
     if keeps_models:
@@ -230,8 +231,8 @@ def print_joined(joined: Joined, data: FederatedDataModule, metric: str) -> None
     rank_zero_only(print)(text_table([["new clients, test", "received", "joined"], *cells]))
     # A client's name tells more than its id; the numbers of many clients are in the file.
     if data.client_names and len(joined.clients) <= SHOWN:
-        by_client = [[data.client_label(client), *figures(own, metric)] for client, own in joined.clients.items()]
-        rank_zero_only(print)(text_table([[f"client, test {metric}", "received", "joined"], *by_client]))
+        rows = [[data.client_label(client), *figures(own, metric)] for client, own in joined.clients.items()]
+        rank_zero_only(print)(text_table([[f"client, test {metric}", "received", "joined"], *rows]))
 
 
 def joined_row(
