@@ -1,11 +1,9 @@
 """The base class of schedules: speeds of devices, and what a clock changes in a round."""
 
-import csv
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args
@@ -19,6 +17,7 @@ from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Updates, num_bytes, tree_map
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.selection.availability import read_by_client
 from pfl_lightning.settings import as_call, check_choices, check_least
 
 Distribution: TypeAlias = Literal["constant", "lognormal", "uniform", "exponential", "halfnormal"]
@@ -336,20 +335,11 @@ def read_speeds(path: str, delay: float) -> dict[int, tuple[float, float]]:
     Raises:
         MisconfigurationException: if the file is no such table.
     """
-    try:
-        rows = list(csv.reader(Path(path).read_text().splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MisconfigurationException(f"trainer.schedule.table={path} can't be read: {reason}.") from error
+    _, lines = read_by_client(path, "trainer.schedule.table")
     speeds: dict[int, tuple[float, float]] = {}
-    for line, row in enumerate(rows[1:], 2):
-        try:
-            client, values = int(row[0]), list(map(float, row[1:]))
-        except (IndexError, ValueError):
-            # an unreadable line is refused below, with the same sentence as a wrong number
-            client, values = -1, []
+    for line, client, values in lines:
         fits = len(values) in (1, 2) and 0 < values[0] < math.inf and all(0 <= each < math.inf for each in values)
-        if client in speeds or not fits or len(row) != len(rows[0]):
+        if client in speeds or not fits:
             raise MisconfigurationException(
                 f"trainer.schedule.table={path}, line {line}: give the id of a client that has no other line, its "
                 "seconds per sample above 0 and, where the header has a third column, its delay of 0 or more."

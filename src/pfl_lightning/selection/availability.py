@@ -71,6 +71,34 @@ class Availability(Selection):
         return start.random.sample(there, min(start.size, len(there)))
 
 
+def read_by_client(path: str, setting: str) -> tuple[list[str], list[tuple[int, int, list[float]]]]:
+    """Return the header of a CSV file, and each further line's number, client id and numbers behind the id.
+
+    A line that can't be read, or is of another length than the header, has no numbers.
+
+    Args:
+        path: path of the file.
+        setting: the setting that names the file.
+
+    Raises:
+        MisconfigurationException: if the file can't be read.
+    """
+    try:
+        rows = list(csv.reader(Path(path).read_text().splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MisconfigurationException(f"{setting}={path} can't be read: {reason}.") from error
+    header, lines = rows[0] if rows else [], []
+    for line, row in enumerate(rows[1:], 2):
+        try:
+            client, values = int(row[0]), list(map(float, row[1:]))
+        except (IndexError, ValueError):
+            # for the caller to refuse, with the same sentence as a wrong number
+            client, values = -1, []
+        lines.append((line, client, values if len(row) == len(header) else []))
+    return header, lines
+
+
 def read_rates(path: str) -> dict[int, list[float]]:
     """Return the rows of a table of availabilities by client, all of the same length.
 
@@ -80,22 +108,13 @@ def read_rates(path: str) -> dict[int, list[float]]:
     Raises:
         MisconfigurationException: if the file is no such table.
     """
-    try:
-        rows = list(csv.reader(Path(path).read_text().splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MisconfigurationException(f"trainer.cohort.table={path} can't be read: {reason}.") from error
+    header, lines = read_by_client(path, "trainer.cohort.table")
     rates: dict[int, list[float]] = {}
-    for line, row in enumerate(rows[1:], 2):
-        try:
-            client, values = int(row[0]), list(map(float, row[1:]))
-        except (IndexError, ValueError):
-            # an unreadable line is refused below, with the same sentence as a wrong number
-            client, values = -1, []
-        if client in rates or not values or len(row) != len(rows[0]) or not all(0 <= value <= 1 for value in values):
+    for line, client, values in lines:
+        if client in rates or not values or not all(0 <= value <= 1 for value in values):
             raise MisconfigurationException(
                 f"trainer.cohort.table={path}, line {line}: give the id of a client that has no other line, and for "
-                f"each of the header's {len(rows[0]) - 1} rounds a number from 0 to 1."
+                f"each of the header's {len(header) - 1} rounds a number from 0 to 1."
             )
         rates[client] = values
     return rates
