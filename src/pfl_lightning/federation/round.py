@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,7 +13,7 @@ from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
 from pfl_lightning.federation.checkpoint import is_storable, storable
 from pfl_lightning.federation.evaluation import over_clients
 from pfl_lightning.federation.messages import Arrivals, accepted, check_payload
-from pfl_lightning.federation.stages import Federated, Plan
+from pfl_lightning.federation.stages import Federated, Plan, Stage
 from pfl_lightning.messages import Message, is_finite, keep_own, num_bytes
 from pfl_lightning.seeds import derive_seed
 
@@ -134,7 +135,8 @@ class Round:
         federation, splits = self.federation, self.options.splits_after
         listeners, senders = federation.listeners("on_client_fit_start"), federation.with_hook("on_send")
         # sites change their updates themselves
-        changes = bool(federation.with_hook("on_upload")) and not self.data.at_sites
+        changing = [] if self.data.at_sites else federation.with_hook("on_upload")
+        finish = partial(self._as_sent, changing) if changing else None
         known: dict[str, object] | None = None
         size = 0
         for client in clients:
@@ -162,12 +164,12 @@ class Round:
             # what has travelled earlier is counted already
             if begun is None:
                 federation.metrics["bytes/down"] += size
-            yield job._replace(finish=self._as_sent) if changes else job
+            yield job if finish is None else job._replace(finish=finish)
 
-    def _as_sent(self, outcome: Outcome, job: Job) -> Outcome:
+    def _as_sent(self, stages: list[Stage], outcome: Outcome, job: Job) -> Outcome:
         """Return a client's outcome with the update that leaves the client, such as a compressed one."""
         module = self.federation.client_modules[self.federation.architecture_of(outcome.client)]
-        for stage in self.federation.with_hook("on_upload"):
+        for stage in stages:
             outcome = stage.on_upload(outcome, job, module)
         return outcome
 
