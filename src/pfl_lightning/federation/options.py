@@ -231,9 +231,8 @@ class FederationOptions:
 
     def sampling(self, num_clients: int) -> Sampling | None:
         """Return the cohorts' sampling scheme for privacy accounting; None if the selection's class states none."""
-        # Not inherited: a subclass may choose otherwise, and its parent's scheme would make a false guarantee.
-        told = "sampling" in vars(type(self.cohort))
-        return self.cohort.sampling(self.cohort_size(num_clients), num_clients) if told else None
+        cohort = self.cohort
+        return cohort.sampling(self.cohort_size(num_clients), num_clients) if cohort.states_sampling else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
         """Return the settings of a client's local training, without privacy and device, which `engines` adds."""

@@ -131,7 +131,7 @@ class LocalPrivacy(ConfiguredStage):
         """Refuse noise from a seed at sites, and cohorts by what clients hold or tell."""
         if options.is_deployed:
             self.deployed()
-        if "sampling" not in vars(type(options.cohort)):
+        if not options.cohort.states_sampling:
             raise MisconfigurationException(
                 f"trainer.cohort={type(options.cohort).__name__} chooses clients by what they hold or tell, which "
                 f"{OWNER} doesn't cover; take Uniform, Poisson or Availability."

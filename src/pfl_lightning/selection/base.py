@@ -98,6 +98,12 @@ class Selection(ABC):
         # would be false.
         return None
 
+    @property
+    def states_sampling(self) -> bool:
+        """Whether its own class states the sampling."""
+        # Not inherited: a subclass may choose otherwise, and its parent's scheme would make a false guarantee.
+        return "sampling" in vars(type(self))
+
     @abstractmethod
     def choose(self, start: RoundStart) -> Sequence[int]:
         """Return the ids of the round's clients, each once, in any order; an empty list is allowed.
