@@ -19,8 +19,8 @@ LINES = (
     "a site is killed",
     "a SuperNode that isn't registered is refused",
     "the other site is killed in the third round",
-    "the server knows that the site is gone",
-    "the site is back, and the SuperLink is killed in the same round",
+    "the site is back, and asked again",
+    "the SuperLink is killed in the same round",
     "the run has ended by itself, with the bits of one process",
 )
 LIMIT = 1800
