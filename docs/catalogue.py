@@ -69,7 +69,7 @@ def classes() -> dict[str, tuple[Path, ast.ClassDef]]:
     """Return the classes of clients, aggregators and methods by name, each with the file that defines it."""
     return {
         node.name: (path, node)
-        for room in ("client", "aggregators", "methods")
+        for room in ("client", "server", "methods")
         for path in sorted((PACKAGE / room).rglob("*.py"))
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
@@ -141,13 +141,13 @@ def exports_of_methods() -> str:
 
 
 def exports_of_aggregators() -> str:
-    """Return the imports for type checkers, ``__all__`` and ``SERVERS`` of `pfl_lightning.aggregators`."""
+    """Return the imports and ``__all__`` of `pfl_lightning.aggregators`."""
     return "\n".join(
         [
-            "if TYPE_CHECKING:",
-            textwrap.indent(imports(servers()), "    "),
+            imports(servers()),
+            "from pfl_lightning.server import *  # noqa: F403",
+            "from pfl_lightning.server import __all__ as bases",
             rows("\n__all__ = [", (f'"{name}"' for name in in_order(servers())), "]"),
-            rows("\nSERVERS = {", (f'"{name}": "{file}"' for name, file in servers().items()), "}"),
         ]
     )
 

@@ -27,7 +27,7 @@ ROOMS = {
     "pfl_lightning.data": "Clients and their samples: data sets, sources, partitioners, preprocessing",
     "pfl_lightning.methods": "Client sides of the methods",
     "pfl_lightning.aggregators": "Server sides of the methods",
-    "pfl_lightning.aggregators.means": "Rules in place of the weighted mean, against bad clients",
+    "pfl_lightning.server.means": "Rules in place of the weighted mean, against bad clients",
     "pfl_lightning.tasks": "Losses and metrics: classes, quantities, survival, labels, masks, tokens",
     "pfl_lightning.nets": "Networks, and the cut into features and classifier",
     "pfl_lightning.callbacks": "Records, pictures, attacks and audits",
@@ -75,7 +75,7 @@ def public_names() -> dict[str, str]:
 def public(target: str) -> str | None:
     """Return the public name of an object or of its member; None without one.
 
-    >>> public("pfl_lightning.aggregators.base.Aggregator.welcome")
+    >>> public("pfl_lightning.server.base.Aggregator.welcome")
     'pfl_lightning.Aggregator.welcome'
     >>> public("pfl_lightning.engines.ragged.Ragged")
 

@@ -140,7 +140,7 @@ BLOCKS = {
     "docs/participation.md": "tests/selection/test_cohort_documents.py",
     "docs/predict.md": "test_the_page_about_predictions",
     "docs/privacy.md": "tests/privacy/test_privacy_document.py",
-    "docs/robustness.md": "tests/aggregators/means/test_robustness_document.py",
+    "docs/robustness.md": "tests/server/means/test_robustness_document.py",
     "docs/round.md": "tests/test_stages.py",
 }
 """Pages with blocks of code between fences, and the tests that run these; indented commands run in test_commands.py."""

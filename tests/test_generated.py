@@ -48,7 +48,7 @@ def checkout(tmp_path, monkeypatch, catalogue):
     for folder in (
         "docs",
         "configs/methods",
-        *(f"src/pfl_lightning/{room}" for room in ("client", "aggregators", "methods")),
+        *(f"src/pfl_lightning/{room}" for room in ("client", "server", "methods")),
     ):
         (tmp_path / folder).mkdir(parents=True)
         for file in (ROOT / folder).glob("*.[py][ya]*"):
@@ -74,7 +74,7 @@ def test_a_method_comes_by_its_file_and_its_configuration(checkout):
         f"{HEAD}model: {{class_path: Mine}}\naggregator: {{class_path: Ours}}\n"
     )
     assert "from pfl_lightning.methods.mine import Mine\n" in texts.exports_of_methods()
-    assert '    "Ours": "mine",\n' in texts.exports_of_aggregators()
+    assert "from pfl_lightning.methods.mine import Ours\n" in texts.exports_of_aggregators()
     assert '    Method("Mine+", m.Mine, a.Ours, file="mine"),\n' in texts.registry()
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import pfl_lightning
-from pfl_lightning.aggregators import SERVERS
 
 PACKAGE = Path(pfl_lightning.__file__).parent
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -22,8 +21,10 @@ ORDER = (
     ("messages", "nets", "tasks"),
     ("data",),
     ("client", "selection"),
-    ("aggregators",),
+    ("server",),
     ("methods",),
+    ("aggregators",),
+    ("methods.registry",),
     ("contract",),
     ("engines",),
     ("runs",),
@@ -49,8 +50,6 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
-WINDOW = "pfl_lightning.aggregators"
-"""The package that gives methods' server sides on first use, and imports them for type checkers only."""
 
 
 def parsed(text: str) -> list[ast.AST]:
@@ -74,8 +73,6 @@ def imports(nodes: list[ast.AST]) -> Iterator[str]:
                 # a constant of the root, which imports no room before one of its names is asked for
                 if whole == "pfl_lightning.__version__":
                     continue
-                if node.module == WINDOW and alias.name in SERVERS:
-                    yield f"pfl_lightning.methods.{SERVERS[alias.name]}"
                 yield whole if whole in MODULES else str(node.module)
         # for import_module, here or in a file that reads it from this one
         elif isinstance(node, ast.Constant) and node.value in MODULES:
@@ -84,10 +81,7 @@ def imports(nodes: list[ast.AST]) -> Iterator[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    found = {name: set(imports(nodes_of(name))) - {name} for name in MODULES}
-    # whoever imports a server side from there has the arrow
-    found[WINDOW] -= {f"pfl_lightning.methods.{file}" for file in SERVERS.values()}
-    return found
+    return {name: set(imports(nodes_of(name))) - {name} for name in MODULES}
 
 
 def room(name: str) -> str:
@@ -97,7 +91,6 @@ def room(name: str) -> str:
 
 def test_imports_by_name_count():
     assert set(imports(parsed('import_module("pfl_lightning.cli.errors")'))) == {"pfl_lightning.cli.errors"}
-    assert "pfl_lightning.methods.fedopt" in imports(parsed(f"from {WINDOW} import FedAdam"))
     assert {"pfl_lightning.flower.command", "pfl_lightning.cli.trainer_commands"} <= graph()["pfl_lightning.cli.main"]
 
 
@@ -127,7 +120,7 @@ def test_imports_go_one_way():
 def test_nothing_is_hidden_from_the_graph():
     hidden = [
         (name, ast.unparse(line))
-        for name in MODULES.keys() - {WINDOW}
+        for name in MODULES
         for node in nodes_of(name)
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for line in node.body

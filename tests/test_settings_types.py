@@ -8,7 +8,6 @@ from lightning.pytorch import Trainer
 
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.aggregators import FedAdagrad, FedAvgM, FedAWA, WeightedAverage
-from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import FederatedDataModule, ImageFolder
 from pfl_lightning.data.datamodule import DataSettings, DivisionSettings
@@ -19,6 +18,7 @@ from pfl_lightning.methods.fedawa import FedAWASettings
 from pfl_lightning.methods.fedopt import AdaptiveSettings, MomentumSettings
 from pfl_lightning.methods.fedtgp import PrototypeSettings
 from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings
+from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.trainer import MEANINGLESS, TrainerSettings
 
 SETTINGS = {

@@ -5,10 +5,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.client import ClientModule, Phase
     from pfl_lightning.federation.federation import Federation
     from pfl_lightning.federation.prediction import Predictions
+    from pfl_lightning.server import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.trainer import FederatedTrainer
 
 # On some processors, MKL's products of small matrices depend on where a matrix lies in memory, which differs from run
@@ -34,7 +34,7 @@ __all__ = [
 # Modules of the public names, imported on first use, so that importing one part doesn't import Lightning and all the
 # rest.
 _MODULES = {
-    **dict.fromkeys(("Aggregator", "AggregatorList", "ClassMeans", "Server", "WeightedAverage"), "aggregators"),
+    **dict.fromkeys(("Aggregator", "AggregatorList", "ClassMeans", "Server", "WeightedAverage"), "server"),
     **dict.fromkeys(("ClientModule", "Phase"), "client"),
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
@@ -51,6 +51,7 @@ _ROOMS = (
     "plots",
     "privacy",
     "selection",
+    "server",
     "tasks",
 )
 

@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.callbacks import (
     BestCheckpoint,
     FirstRounds,
@@ -52,6 +51,7 @@ from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothin
 from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.schedules import Schedule
 from pfl_lightning.selection import Selection, Uniform
+from pfl_lightning.server.base import Aggregator
 from pfl_lightning.settings import Unpack, is_count
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
 
@@ -821,7 +821,7 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
         raise MisconfigurationException(
             f"aggregator={name} is a class; give an instance, {name}()."
             if isinstance(aggregator, type)
-            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.aggregators."
+            else f"aggregator={name} is no Aggregator; take one of pfl_lightning.server."
         )
 
 

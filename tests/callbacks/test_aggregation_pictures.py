@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from federations import blobs, equal, fit, load, make_client, noisy, read_csv, same_end
 from pfl_lightning import Aggregator, WeightedAverage, messages
 from pfl_lightning.aggregators import AggregatorList
-from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import AggregationPictures
 from pfl_lightning.callbacks import aggregation_pictures as module
 from pfl_lightning.messages import detached, tree_map
 from pfl_lightning.methods import APPLE, FedAvg, FedPer, Local
+from pfl_lightning.server.means import CoordinateMedian
 
 ALL = {"weights", "weights_heatmap", "weights_vs_norms", "objective", "distances"}
 

@@ -10,7 +10,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS, pfl, refusal
-from pfl_lightning import WeightedAverage, aggregators, methods
+from pfl_lightning import WeightedAverage, aggregators, methods, server
 from pfl_lightning.aggregators import client_weights
 from pfl_lightning.cli.measuring import CLIENTS, describe, net_of, quiet, works
 from pfl_lightning.cli.methods_table import FORMATS, NOTE, STORED, stored
@@ -60,7 +60,9 @@ def test_everything_that_is_exported_is_in_the_table():
         aggregator = method.new_aggregator()
         used |= {type(each) for each in (aggregator, *getattr(aggregator, "aggregators", ()))}
     exported = {getattr(methods, name) for name in methods.__all__}
-    servers = {getattr(aggregators, name) for name in aggregators.SERVERS}
+    servers = {getattr(aggregators, name) for name in aggregators.__all__} - {
+        getattr(server, name) for name in server.__all__
+    }
     assert ({cls for cls in exported if issubclass(cls, FedAvg)} | servers) - BASES <= used
 
 

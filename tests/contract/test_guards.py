@@ -13,11 +13,11 @@ from torch.optim import SGD
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator, AggregatorList, FederatedTrainer, WeightedAverage
 from pfl_lightning.aggregators import FedAWA, FedDisco
-from pfl_lightning.aggregators.base import check_buffers
 from pfl_lightning.contract.attributes import content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.server.base import check_buffers
 
 ENGINES = [Sequential, Processes, Vectorised, Auto]
 

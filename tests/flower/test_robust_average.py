@@ -9,8 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import equal, fit, make_client
 from pfl_lightning import WeightedAverage
-from pfl_lightning.aggregators.means import Bucketing, CoordinateMedian, TrimmedMean
 from pfl_lightning.callbacks import SignFlip
+from pfl_lightning.server.means import Bucketing, CoordinateMedian, TrimmedMean
 
 
 @pytest.mark.parametrize("mean", [TrimmedMean(1), Bucketing(CoordinateMedian())], ids=lambda mean: mean.name)

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy, points, set_up
 from peft_nets import peft_net
-from pfl_lightning.aggregators.adapters import is_first, is_second, pairs
 from pfl_lightning.methods import FedALT
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.feddpa import key
 from pfl_lightning.nets import Adapted, Net
+from pfl_lightning.server.adapters import is_first, is_second, pairs
 
 
 def filled(net=None, **settings):

@@ -22,8 +22,8 @@ from federations import (
     set_up,
 )
 from pfl_lightning.aggregators import DomainConsensus
-from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.methods import FedAvg, FedDBE
+from pfl_lightning.server.means import CoordinateMedian
 
 PLAIN = partial(SGD, lr=0.2)
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy, points
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.client import Phase
 from pfl_lightning.methods import FedDPA, FedIT
 from pfl_lightning.methods.feddpa import key
+from pfl_lightning.server.adapters import pairs
 
 EQUAL = partial(AdapterAverage, weighting="uniform")
 

@@ -9,9 +9,9 @@ from torch.func import functional_call
 from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, near, noisy, points, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage, ResidualAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.methods import FedExLoRA, FedIT
 from pfl_lightning.methods.fedex_lora import residual_of
+from pfl_lightning.server.adapters import pairs
 
 EQUAL = partial(AdapterAverage, weighting="uniform")
 

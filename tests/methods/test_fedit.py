@@ -8,9 +8,9 @@ from federations import Shuffled, blobs, drawn_update, equal, fit, make_client, 
 from peft_nets import peft_net
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import AdapterAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.methods import FedAvg, FedIT
 from pfl_lightning.nets import Adapted
+from pfl_lightning.server.adapters import pairs
 
 ADAPTED = partial(Adapted, net=noisy, rank=2, alpha=3.0)
 

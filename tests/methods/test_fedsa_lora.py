@@ -4,9 +4,9 @@ from torch.optim import SGD
 
 from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy
 from peft_nets import peft_net
-from pfl_lightning.aggregators.adapters import is_first, is_second
 from pfl_lightning.methods import FedIT, FedSALoRA, Local
 from pfl_lightning.methods.ffa_lora import FFALoRA
+from pfl_lightning.server.adapters import is_first, is_second
 
 
 class Still(FedSALoRA, FFALoRA):

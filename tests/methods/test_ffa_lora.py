@@ -4,9 +4,9 @@ import torch
 from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
-from pfl_lightning.aggregators.adapters import is_first, is_second, pairs
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg, FedIT, FFALoRA
+from pfl_lightning.server.adapters import is_first, is_second, pairs
 
 
 class Free(FFALoRA):

@@ -7,8 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import ProductAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.methods import FedIT, FlexLoRA
+from pfl_lightning.server.adapters import pairs
 
 
 def products(weights):

@@ -7,9 +7,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, near, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import StackedAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.methods import FLoRA
 from pfl_lightning.methods.fedex_lora import residual_of
+from pfl_lightning.server.adapters import pairs
 
 
 @pytest.mark.parametrize("make", [partial(make_client, partial(FLoRA, ranks=[1, 2])), lambda: FLoRA(peft_net, (6,), 3)])

@@ -20,8 +20,8 @@ from federations import (
 )
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage, NormAverage
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.methods import FedIT, HetLoRA
+from pfl_lightning.server.adapters import pairs
 
 
 def test_with_equal_ranks_and_weights_by_samples_it_is_fedit_bit_for_bit():

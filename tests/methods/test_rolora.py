@@ -5,8 +5,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import Spy, blobs, check_order_and_resume, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
-from pfl_lightning.aggregators.adapters import is_first, is_second, pairs
 from pfl_lightning.methods import FedIT, FFALoRA, RoLoRA
+from pfl_lightning.server.adapters import is_first, is_second, pairs
 
 
 def test_b_travels_in_even_rounds_and_a_in_odd_ones():

@@ -13,13 +13,13 @@ from scipy.stats import chi2
 from federations import Pause, blobs, drawn_update, equal, fit, flat, make_client, noisy, read_csv, same_end
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import FedAdagrad, FedAdam, FedAvgM, FedAWA, FedYogi
-from pfl_lightning.aggregators.means import TrimmedMean
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import Ditto, FedAvg, FedPer
 from pfl_lightning.privacy import DPAverage, Release, epsilon
 from pfl_lightning.privacy.noise import grid_of
 from pfl_lightning.selection import Poisson, Sampling, Uniform
+from pfl_lightning.server.means import TrimmedMean
 
 CLIENTS = 4
 

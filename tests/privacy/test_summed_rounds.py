@@ -9,13 +9,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import CFL, AggregatorList, FedAdam
-from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.compression import TopK
 from pfl_lightning.methods import FedAvg, FedBN, FedDBE, FedMD, FedPer, Local
 from pfl_lightning.methods.fedmd import Consensus
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.privacy import DPFTRL, DPAverage, SecureSum
+from pfl_lightning.server.means import CoordinateMedian
 
 SUMS = [
     method.name

@@ -7,7 +7,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import WeightedAverage, inner_products
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.callbacks.round_logger import RoundLogger
 from pfl_lightning.federation.federation import Federation
@@ -20,6 +19,7 @@ from pfl_lightning.plots import (
     plot_weights_against,
 )
 from pfl_lightning.runs.report import Row, write_rows
+from pfl_lightning.server import WeightedAverage, inner_products
 
 COLUMNS = ("round", "client", "share", "sample_share", "norm")
 

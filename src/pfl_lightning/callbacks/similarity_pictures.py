@@ -9,7 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server
 from pfl_lightning.callbacks.pictures import Pictures
 from pfl_lightning.client.common import shared_entries
 from pfl_lightning.federation.federation import Federation
@@ -17,6 +16,7 @@ from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedrema import FedReMa, Relevance
 from pfl_lightning.plots.similarity import plot_gaps, plot_peer_counts, plot_peers, plot_similarity
 from pfl_lightning.runs.report import PackedRows
+from pfl_lightning.server import Server
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

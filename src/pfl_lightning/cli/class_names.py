@@ -13,12 +13,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pfl_lightning.aggregators import Aggregator, Mean
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule, Partitioner
 from pfl_lightning.federation.options import STAGES
 from pfl_lightning.nets import Net
 from pfl_lightning.selection import Selection
+from pfl_lightning.server import Aggregator, Mean
 from pfl_lightning.trainer import FederatedTrainer
 
 KINDS: dict[str, type] = {

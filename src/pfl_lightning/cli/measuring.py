@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import SGD
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.cli.suggestions import suggestion
 from pfl_lightning.cli.usage import UsageError
@@ -26,6 +25,7 @@ from pfl_lightning.messages import Updates, detached, digest, num_bytes
 from pfl_lightning.methods.fedbn import FedBN
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import CNN, MLP, Adapted, CifarResNet
+from pfl_lightning.server import Aggregator
 from pfl_lightning.trainer import FederatedTrainer
 
 CLIENTS = 4

@@ -54,7 +54,7 @@ def read(text: str) -> Any:
 # replaces the reader in all parsers of the process: files, values and settings below both
 set_loader("yaml", read, (yaml.YAMLError,))
 # a run's config.yaml has server sides by the names that users import
-name_paths({f"{aggregators.__name__}.{name}": getattr(aggregators, name) for name in aggregators.SERVERS})
+name_paths({f"{aggregators.__name__}.{name}": getattr(aggregators, name) for name in aggregators.__all__})
 
 
 class Parser(LightningArgumentParser):

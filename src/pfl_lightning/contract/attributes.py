@@ -19,12 +19,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.internals.of_lightning import KEPT_ARGUMENTS
 from pfl_lightning.internals.of_torch import version
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 
 Look: TypeAlias = dict[str, Any]
 """A snapshot: contents of attributes by displayed name, such as ``FedDyn.h``."""

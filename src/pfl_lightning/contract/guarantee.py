@@ -2,9 +2,9 @@
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 
 BOUNDED = frozenset({"weights", "num_samples"})
 """Entries of updates that noise at client level covers: ``weights``, and ``num_samples``, which is withheld."""

@@ -11,14 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.messages import StateDict
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.selection import Selection
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.adapters import pairs
 from pfl_lightning.settings import kept_arguments, parameters_of
 from pfl_lightning.tasks.base import number_of_classes
 

@@ -19,9 +19,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from pfl_lightning.aggregators.aggregator_list import parts_of
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.client.common import (
     common_parameters,
     personal_entries,
@@ -92,6 +89,9 @@ from pfl_lightning.runs.client_states import DiskStates
 from pfl_lightning.runs.folder import STATES, run_folder
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection import RoundStart
+from pfl_lightning.server.aggregator_list import parts_of
+from pfl_lightning.server.base import Aggregator, Server
+from pfl_lightning.server.weighted_average import WeightedAverage
 from pfl_lightning.tasks.base import UNDEFINED
 
 WORTH_ADVICE = 10.0

@@ -9,10 +9,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Size, Tensor, dtype
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.engines import Outcome
 from pfl_lightning.messages import Message, Row, RunningMean, StateDict
+from pfl_lightning.server import Aggregator
 
 Kinds: TypeAlias = dict[str, tuple[Size, dtype]]
 """Shape and type of tensors, by name."""

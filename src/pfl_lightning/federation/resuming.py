@@ -15,7 +15,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
@@ -23,6 +22,7 @@ from pfl_lightning.data.preprocessing import RANGE
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
+from pfl_lightning.server.base import Aggregator
 from pfl_lightning.settings import kept_arguments
 from pfl_lightning.tasks.plain import plain as plain_task
 

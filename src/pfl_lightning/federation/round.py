@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from pfl_lightning.aggregators.base import check_buffers, checked_logs
 from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
 from pfl_lightning.federation.checkpoint import is_storable, storable
 from pfl_lightning.federation.evaluation import over_clients
@@ -16,6 +15,7 @@ from pfl_lightning.federation.messages import Arrivals, accepted, check_payload
 from pfl_lightning.federation.stages import Federated, Plan, Stage
 from pfl_lightning.messages import Message, is_finite, keep_own, num_bytes
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server.base import check_buffers, checked_logs
 
 NUMBER_BYTES = 8
 """Bytes counted for a number that a client reports to the selection."""

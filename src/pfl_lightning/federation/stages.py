@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from pfl_lightning.aggregators.base import Aggregator
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Outcome
 from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.server.base import Aggregator
 
 __all__ = ["ConfiguredStage", "Federated", "Part", "Plan", "Stage"]
 

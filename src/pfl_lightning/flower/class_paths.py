@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.cli.argv import CONFIG
 from pfl_lightning.cli.configs import find
 from pfl_lightning.cli.yaml_text import load
@@ -27,6 +26,7 @@ from pfl_lightning.data import FederatedDataModule, Partitioner, Preprocessing
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Selection
+from pfl_lightning.server import Aggregator
 from pfl_lightning.tasks import Task
 from pfl_lightning.trainer import FederatedTrainer
 

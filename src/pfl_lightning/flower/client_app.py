@@ -17,7 +17,6 @@ from flwr.clientapp import ClientApp
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.cli.errors import mistake
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters, personal_entries, shared_entries, whole_model
@@ -50,6 +49,7 @@ from pfl_lightning.privacy.secure_sum import (
     Unsummable,
     drawn_share,
 )
+from pfl_lightning.server import Aggregator
 from pfl_lightning.trainer import FederatedTrainer
 
 JOB = {

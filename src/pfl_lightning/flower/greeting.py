@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.engines.evaluation import measured_names, metrics_of
 from pfl_lightning.federation.resuming import client_settings, flat, rounds_of
 from pfl_lightning.flower.template import Refused, plain
+from pfl_lightning.server import Aggregator
 from pfl_lightning.trainer import FederatedTrainer
 
 BY_SERVER = frozenset(

@@ -15,8 +15,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
@@ -33,6 +31,8 @@ from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.sums import Summing
 from pfl_lightning.privacy.dp_sgd import learns_without_noise
 from pfl_lightning.selection.availability import Availability
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 from pfl_lightning.settings import is_count
 from pfl_lightning.trainer import FederatedTrainer
 

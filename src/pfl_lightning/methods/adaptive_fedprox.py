@@ -10,8 +10,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
-from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -19,6 +17,8 @@ from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.q_fedavg import LossReport
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, client_weights
+from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.settings import Unpack
 
 

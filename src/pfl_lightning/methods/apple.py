@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator, ModelPool, Server
 from pfl_lightning.client import Batch, ClientModule, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.server import Aggregator, ModelPool, Server
 from pfl_lightning.settings import Unpack
 
 

@@ -10,7 +10,6 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 from torch.optim import SGD
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting
 from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, promoted
@@ -18,6 +17,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedgh import fit_classifier
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, Weighting
 from pfl_lightning.settings import check_least
 
 

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, inner_products, mean_model
-from pfl_lightning.aggregators.means import Averaging
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.server import Aggregator, Mean, Server, Weighting, client_weights, inner_products, mean_model
+from pfl_lightning.server.means import Averaging
 from pfl_lightning.settings import check_least
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators.class_means import check_one_width
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import Updates
+from pfl_lightning.server.class_means import check_one_width
 
 ClassMessage: TypeAlias = dict[int, Tensor]
 """A vector ``[d]`` by class number, for the classes that a client has; absent classes take no bytes."""

@@ -11,9 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.messages import Message, StateDict, Updates, num_bytes, promoted, stacked_means, weighted_mean
 from pfl_lightning.nets import find_output_layer
+from pfl_lightning.server import Server, WeightedAverage, client_weights
 
 TOGETHER, FEW, MOST = 8 * 2**20, 8, 32 * 2**20
 """Clients' starts that are computed together: 8 MiB, or eight where those are more, up to 32 MiB. Each group reads all

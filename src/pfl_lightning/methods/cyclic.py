@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import check_choices
 
 

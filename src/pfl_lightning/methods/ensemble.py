@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator, ModelPool
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.server import Aggregator, ModelPool
 from pfl_lightning.settings import Unpack
 
 

@@ -10,8 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator, ModelPool, Server
-from pfl_lightning.aggregators.adapters import is_first, is_second, pairs
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -19,6 +17,8 @@ from pfl_lightning.methods.feddpa import key, rows_like
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
+from pfl_lightning.server import Aggregator, ModelPool, Server
+from pfl_lightning.server.adapters import is_first, is_second, pairs
 from pfl_lightning.settings import Unpack
 
 

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import (
@@ -26,6 +25,7 @@ from pfl_lightning.messages import (
     weighted_mean,
 )
 from pfl_lightning.methods.fedprox import FedProx
+from pfl_lightning.server import Aggregator, ModelPool, Server, inner_products
 from pfl_lightning.settings import Unpack
 
 ALONE = 0.999

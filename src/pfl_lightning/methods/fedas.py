@@ -11,7 +11,6 @@ from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage, client_weights
 from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
@@ -22,6 +21,7 @@ from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net, feature_size
 from pfl_lightning.nets.modes import kept_modes
+from pfl_lightning.server import Aggregator, WeightedAverage, client_weights
 from pfl_lightning.settings import Unpack, check_least
 
 

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.fedbuff import staleness
+from pfl_lightning.server import WeightedAverage
 from pfl_lightning.settings import check_choices, check_least
 
 

@@ -1,7 +1,7 @@
 """FedAvg: clients share the whole model, and the server averages."""
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import ClientModule
+from pfl_lightning.server import Aggregator, WeightedAverage
 
 
 class FedAvg(ClientModule):

@@ -13,10 +13,10 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.feddisco import disco_shares
 from pfl_lightning.methods.server_optimizer import server_optimizer
+from pfl_lightning.server import Server, WeightedAverage, client_weights, inner_products
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
 """Initial logit of a client."""

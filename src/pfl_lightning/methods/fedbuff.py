@@ -7,9 +7,9 @@ server's learning rate.
 
 from collections.abc import Mapping
 
-from pfl_lightning.aggregators import Weighting, mean_model, moved_model
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedopt import FedAvgM
+from pfl_lightning.server import Weighting, mean_model, moved_model
 from pfl_lightning.settings import check_least
 
 

@@ -11,9 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, inner_products
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server, inner_products
 from pfl_lightning.settings import check_choices
 
 

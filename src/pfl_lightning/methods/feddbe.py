@@ -10,13 +10,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
-from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import feature_size
+from pfl_lightning.server import Aggregator, Server, WeightedAverage
+from pfl_lightning.server.means.base import check_models_alone
 from pfl_lightning.settings import Unpack
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.messages import StateDict, Updates, detached
 from pfl_lightning.methods.public_answers import samples_at_server
@@ -25,6 +24,7 @@ from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Server, WeightedAverage
 from pfl_lightning.settings import check_choices, check_least
 
 

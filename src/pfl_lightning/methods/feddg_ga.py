@@ -13,12 +13,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, mean_loss
-from pfl_lightning.aggregators.weighted_average import client_weights
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, mean_loss
+from pfl_lightning.server.weighted_average import client_weights
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks.base import number_of_classes
 

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import WeightedAverage, client_weights
 from pfl_lightning.messages import Updates
+from pfl_lightning.server import WeightedAverage, client_weights
 
 Discrepancy: TypeAlias = Literal["kl", "cosine", "l1", "l2"]
 """Distance of a class distribution from the uniform one: KL divergence, 1 - cosine, or a norm of the difference."""

@@ -6,12 +6,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, ClassMeans
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.local import Local
+from pfl_lightning.server import Aggregator, ClassMeans
 from pfl_lightning.settings import Unpack
 
 

@@ -8,13 +8,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.adapters import pairs
 from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedit import AdapterAverage, FedIT
 from pfl_lightning.methods.functional import loss_at
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.adapters import pairs
 from pfl_lightning.settings import Unpack
 
 

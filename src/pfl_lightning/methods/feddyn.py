@@ -10,13 +10,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, client_weights, mean_model
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, Weighting, client_weights, mean_model
 from pfl_lightning.settings import Unpack, check_choices
 
 

@@ -8,13 +8,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator, Server, Weighting
-from pfl_lightning.aggregators.adapters import Pair, deviations, factors, pairs, summed
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.messages import CPU, StateDict, Updates
 from pfl_lightning.methods.fedit import AdapterAverage, FedIT
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
+from pfl_lightning.server import Aggregator, Server, Weighting
+from pfl_lightning.server.adapters import Pair, deviations, factors, pairs, summed
 from pfl_lightning.settings import Unpack
 
 RESIDUAL = "residual."

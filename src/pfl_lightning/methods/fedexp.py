@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Server, WeightedAverage, Weighting
 from pfl_lightning.messages import StateDict, Updates, column
+from pfl_lightning.server import Server, WeightedAverage, Weighting
 
 
 class FedExP(WeightedAverage):

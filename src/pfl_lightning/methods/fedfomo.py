@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Aggregator, ModelPool, Server, mean_loss
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.client.common import shared_entries, trained_parameters
 from pfl_lightning.data import ClientData, Samples
@@ -20,6 +19,7 @@ from pfl_lightning.messages import Message, StateDict, Updates, detached, weight
 from pfl_lightning.methods.copies import add_copy, copy_net
 from pfl_lightning.nets import Net
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, ModelPool, Server, mean_loss
 from pfl_lightning.settings import Unpack
 
 

@@ -17,7 +17,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Adam
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.client import CLASSIFIER, Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, detached
@@ -29,6 +28,7 @@ from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.batch_norm import on_batch_statistics
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server, WeightedAverage
 from pfl_lightning.settings import Unpack, check_choices, check_least
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim import SGD
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import CLASSIFIER, ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, detached
@@ -21,6 +20,7 @@ from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import check_least
 
 

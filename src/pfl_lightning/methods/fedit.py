@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
-from pfl_lightning.aggregators.adapters import Pair, pairs, product_error
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, client_weights
+from pfl_lightning.server.adapters import Pair, pairs, product_error
 
 
 class FedIT(FedAvg):

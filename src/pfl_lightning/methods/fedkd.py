@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, promoted, weighted_mean
@@ -20,6 +19,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net, feature_size
+from pfl_lightning.server import Aggregator, Server, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

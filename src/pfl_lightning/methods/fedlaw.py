@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim.lr_scheduler import StepLR
 
-from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.data import Samples, epoch_order
 from pfl_lightning.data.sample_proxy import sample_proxy
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Server, WeightedAverage, client_weights
 from pfl_lightning.settings import check_least
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import Batch, Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings, check_answers, travelling_inputs
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import Unpack, check_least
 
 

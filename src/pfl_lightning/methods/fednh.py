@@ -12,12 +12,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.class_vectors import class_means
 from pfl_lightning.nets import feature_size
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 __all__ = ["CosineClassifier", "FedNH", "NormalizedHead"]

@@ -12,12 +12,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from pfl_lightning.aggregators import Aggregator, mean_model, moved_model
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedopt import FedAvgM, MomentumSettings
 from pfl_lightning.methods.fedprox import FedProx
+from pfl_lightning.server import Aggregator, mean_model, moved_model
 from pfl_lightning.settings import Unpack, check_choices
 
 

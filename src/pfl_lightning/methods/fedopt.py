@@ -10,9 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Mean, Server, WeightedAverage, Weighting
-from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.messages import StateDict
+from pfl_lightning.server import Mean, Server, WeightedAverage, Weighting
+from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.settings import Unpack, check_choices
 
 

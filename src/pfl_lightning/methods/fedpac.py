@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
 from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
@@ -20,6 +19,7 @@ from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
 from pfl_lightning.nets import feature_size
+from pfl_lightning.server import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 NEGLIGIBLE = 1e-3

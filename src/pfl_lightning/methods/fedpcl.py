@@ -11,13 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, ClassMeans, Server
 from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
 from pfl_lightning.methods.local import Local
 from pfl_lightning.nets import feature_size
+from pfl_lightning.server import Aggregator, ClassMeans, Server
 from pfl_lightning.settings import Unpack
 
 

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -22,6 +21,7 @@ from pfl_lightning.methods.fedcac import packed, unpacked
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import Unpack, check_choices
 
 

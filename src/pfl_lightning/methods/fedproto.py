@@ -5,11 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, ClassMeans
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.feature_alignment import AlignmentSettings, FeatureAlignment
 from pfl_lightning.methods.local import Local
+from pfl_lightning.server import Aggregator, ClassMeans
 from pfl_lightning.settings import Unpack
 
 

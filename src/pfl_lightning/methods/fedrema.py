@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Server, WeightedAverage, Weighting, client_weights
 from pfl_lightning.client import CLASSIFIER, in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Server, WeightedAverage, Weighting, client_weights
 
 NO_GAP = 1e-12
 """Gaps up to this size are rounding, and separate nobody."""

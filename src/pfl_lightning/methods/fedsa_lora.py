@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.aggregators.adapters import is_second
 from pfl_lightning.client import ClientSettings, in_classifier
 from pfl_lightning.methods.fedit import FedIT
+from pfl_lightning.server import Aggregator, WeightedAverage
+from pfl_lightning.server.adapters import is_second
 from pfl_lightning.settings import Unpack
 
 

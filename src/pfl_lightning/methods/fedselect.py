@@ -11,7 +11,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -20,6 +19,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedcac import packed, unpacked
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

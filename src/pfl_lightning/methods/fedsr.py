@@ -12,10 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import feature_size
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

@@ -13,13 +13,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import stacked
 from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import Unpack, check_least
 
 

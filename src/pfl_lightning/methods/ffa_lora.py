@@ -1,9 +1,9 @@
 """FFA-LoRA: one random factor for all clients, which nobody trains; the other one is averaged."""
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.aggregators.adapters import is_first
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.nets import Net
+from pfl_lightning.server import Aggregator, WeightedAverage
+from pfl_lightning.server.adapters import is_first
 
 
 class FFALoRA(FedIT):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Aggregator, Weighting
-from pfl_lightning.aggregators.adapters import factors, summed, truncated
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import CPU, Updates
 from pfl_lightning.methods.fedit import AdapterAverage
 from pfl_lightning.methods.hetlora import HetLoRA
+from pfl_lightning.server import Aggregator, Weighting
+from pfl_lightning.server.adapters import factors, summed, truncated
 from pfl_lightning.settings import Unpack
 
 

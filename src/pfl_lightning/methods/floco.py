@@ -13,7 +13,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -21,6 +20,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.knowledge_coefficients import project
 from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.base import find_output_layer
+from pfl_lightning.server import Aggregator, Server, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 CANDIDATES = torch.linspace(1e-4, 1, 1000, dtype=torch.float64)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, Weighting
-from pfl_lightning.aggregators.adapters import summed
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.fedex_lora import FedExLoRA, ResidualAverage
 from pfl_lightning.methods.flexlora import refuse_living_on
 from pfl_lightning.methods.hetlora import HetLoRA
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server, Weighting
+from pfl_lightning.server.adapters import summed
 from pfl_lightning.settings import Unpack
 
 

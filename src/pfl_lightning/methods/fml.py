@@ -5,12 +5,12 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.losses import divergence
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

@@ -8,13 +8,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.adapters import factors, norm, pairs
-from pfl_lightning.aggregators.weighted_average import MeanSettings
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedit import AdapterAverage, FedIT
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.adapters import factors, norm, pairs
+from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.settings import Unpack
 
 

@@ -11,12 +11,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Mean, Server, Weighting, client_weights, mean_loss, mean_model
-from pfl_lightning.aggregators.means import Averaging
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Mean, Server, Weighting, client_weights, mean_loss, mean_model
+from pfl_lightning.server.means import Averaging
 from pfl_lightning.settings import Unpack
 
 

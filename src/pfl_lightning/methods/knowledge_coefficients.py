@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server
+from pfl_lightning.server import Aggregator, Server
 
 Update: TypeAlias = Literal["project", "softmax5", "raw"]
 

@@ -11,13 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import Batch
 from pfl_lightning.messages import Message, Updates, weighted_mean
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings, check_answers, travelling_inputs
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import Unpack
 
 

@@ -6,9 +6,9 @@ w_l the model of client l.
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.messages import Message, Updates, weighted_means
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
+from pfl_lightning.server import Server, WeightedAverage, client_weights, inner_products
 
 
 class KTpFLWeight(KnowledgeCoefficients, WeightedAverage):

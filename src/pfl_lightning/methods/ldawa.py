@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Server, WeightedAverage, client_weights
 from pfl_lightning.messages import Updates, column, weighted_mean
+from pfl_lightning.server import Server, WeightedAverage, client_weights
 
 
 class LDAWA(WeightedAverage):

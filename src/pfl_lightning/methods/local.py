@@ -1,9 +1,9 @@
 """Local: every client trains on local data alone."""
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
+from pfl_lightning.server import Aggregator
 
 
 class Local(ClientModule):

@@ -4,9 +4,9 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.methods.fedamp import CloudProx
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights
 from pfl_lightning.client import Batch, ClientSettings, Phase, in_body, in_classifier
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, weighted_mean
@@ -20,6 +19,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.base import find_output_layer
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, client_weights
 from pfl_lightning.settings import Unpack
 
 EPSILON = 1e-4

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -19,6 +18,7 @@ from pfl_lightning.messages import Message, Updates, weighted_means
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedcross import cosines
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, client_weights, inner_products
 from pfl_lightning.settings import Unpack
 
 

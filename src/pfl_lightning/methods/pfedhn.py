@@ -16,11 +16,11 @@ from torch import Size, Tensor, nn
 from torch.func import functional_call
 from torch.optim import LBFGS
 
-from pfl_lightning.aggregators import Aggregator, Server
 from pfl_lightning.client import ClientSettings, in_classifier
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator, Server
 from pfl_lightning.settings import Unpack, check_choices, check_least
 
 

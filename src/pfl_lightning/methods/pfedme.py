@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
@@ -22,6 +21,7 @@ from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.methods.losses import proximal
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net
+from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.settings import Unpack
 
 

@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.aggregators import Server, WeightedAverage
 from pfl_lightning.client.phases import in_classifier
 from pfl_lightning.messages import Message, Updates, weighted_means
 from pfl_lightning.nets.base import find_output_layer
+from pfl_lightning.server import Server, WeightedAverage
 
 SELF = 0.9999
 """The similarity of a client to itself, below 1 so that its logarithm is finite."""

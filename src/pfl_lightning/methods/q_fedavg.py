@@ -11,11 +11,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, Server, WeightedAverage, Weighting, mean_loss, mean_model, moved_model
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, Weighting, mean_loss, mean_model, moved_model
 from pfl_lightning.settings import Unpack
 
 

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from pfl_lightning import aggregators as a
 from pfl_lightning import methods as m
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 
 
 @dataclass(frozen=True)

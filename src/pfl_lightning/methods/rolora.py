@@ -6,10 +6,10 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator, WeightedAverage
-from pfl_lightning.aggregators.adapters import is_first, is_second
 from pfl_lightning.client import ClientSettings, Phase
 from pfl_lightning.methods.fedit import FedIT
+from pfl_lightning.server import Aggregator, WeightedAverage
+from pfl_lightning.server.adapters import is_first, is_second
 from pfl_lightning.settings import Unpack
 
 

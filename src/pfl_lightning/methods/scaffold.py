@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
-from pfl_lightning.aggregators import Aggregator, Mean, Server, WeightedAverage
-from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.server import Aggregator, Mean, Server, WeightedAverage
+from pfl_lightning.server.means.base import check_models_alone
 from pfl_lightning.settings import Unpack
 
 

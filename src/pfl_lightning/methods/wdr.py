@@ -11,12 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
 from pfl_lightning.client import Batch, ClientModule, ClientSettings
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
 from pfl_lightning.nets import find_output_layer
+from pfl_lightning.server import Aggregator
 from pfl_lightning.settings import Unpack
 
 

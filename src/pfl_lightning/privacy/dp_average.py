@@ -9,8 +9,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.privacy.accountant import Release, accountant_of, bounded_epsilon, has_pld, noise_for, tight_epsilon
 from pfl_lightning.privacy.dp_sgd import composed
@@ -28,6 +26,8 @@ from pfl_lightning.privacy.noise import (
 from pfl_lightning.privacy.secure_sum import NoiseShare
 from pfl_lightning.privacy.settings import check_noise, check_numbers, check_spent
 from pfl_lightning.selection import Sampling
+from pfl_lightning.server.base import Aggregator, Server
+from pfl_lightning.server.weighted_average import WeightedAverage
 from pfl_lightning.settings import check_choices
 
 ADJACENCY = (

@@ -8,13 +8,13 @@ from typing import Any, Literal, cast
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.weighted_average import WeightedAverage
 from pfl_lightning.messages import Updates
 from pfl_lightning.privacy.accountant import Release, noise_for
 from pfl_lightning.privacy.dp_average import DPAverage
 from pfl_lightning.privacy.noise import Source
 from pfl_lightning.selection import Sampling
+from pfl_lightning.server.base import Server
+from pfl_lightning.server.weighted_average import WeightedAverage
 from pfl_lightning.settings import check_least
 
 HISTORY = "; checkpoints, which also hold the noise of the last rounds, a part of that of the next ones"

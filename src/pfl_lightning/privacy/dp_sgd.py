@@ -16,8 +16,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import Batch
@@ -47,6 +45,8 @@ from pfl_lightning.privacy.noise import (
 )
 from pfl_lightning.privacy.settings import check_one, check_spent
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 from pfl_lightning.settings import check_choices, is_count
 
 OWNER = "trainer.example_privacy"

@@ -6,13 +6,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators import Aggregator
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import shared_entries
 from pfl_lightning.contract.guarantee import BOUNDED, unfit
 from pfl_lightning.engines import Job, Outcome
 from pfl_lightning.messages import StateDict, is_finite
+from pfl_lightning.server import Aggregator
+from pfl_lightning.server.aggregator_list import parts_of
 
 
 @torch.no_grad()

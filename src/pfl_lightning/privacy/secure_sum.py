@@ -17,11 +17,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.engines import Outcome
 from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.privacy.noise import clipped, secure_normal, seeded_normal
+from pfl_lightning.server.aggregator_list import parts_of
 from pfl_lightning.settings import check_choices
 
 OWNER = "trainer.secure_sum"

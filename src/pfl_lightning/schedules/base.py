@@ -12,12 +12,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.aggregator_list import parts_of
 from pfl_lightning.federation.stages import ConfiguredStage, Federated, Plan
 from pfl_lightning.messages import Updates, num_bytes, tree_map
 from pfl_lightning.runs.run_status import SIMULATED
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.selection.availability import read_by_client
+from pfl_lightning.server.aggregator_list import parts_of
 from pfl_lightning.settings import as_call, check_choices, check_least
 
 Distribution: TypeAlias = Literal["constant", "lognormal", "uniform", "exponential", "halfnormal"]

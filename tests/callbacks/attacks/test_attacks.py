@@ -10,17 +10,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from federations import Pause, Spy, blobs, equal, fit, make_client, make_trainer, noisy, same_end
 from pfl_lightning.aggregators import LDAWA, WeightedAverage
-from pfl_lightning.aggregators.means import (
-    Bucketing,
-    CentredClipping,
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
-    MultiKrum,
-    NearestNeighbourMixing,
-    NormBound,
-    TrimmedMean,
-)
 from pfl_lightning.callbacks.attacks import (
     ALIE,
     IPM,
@@ -40,6 +29,17 @@ from pfl_lightning.data import Digits
 from pfl_lightning.engines import Processes, Sequential, Vectorised
 from pfl_lightning.methods import IFCA, FedAvg, FedPer, FedProto, Local
 from pfl_lightning.nets import Net
+from pfl_lightning.server.means import (
+    Bucketing,
+    CentredClipping,
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    NearestNeighbourMixing,
+    NormBound,
+    TrimmedMean,
+)
 from sweeps import swept
 
 SIZES = (12, 18, 15, 15, 12, 18, 15, 15)

@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators import WeightedAverage, inner_products
 from pfl_lightning.callbacks.attacks.uploads import UploadAttack, View, check_positive
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.server import WeightedAverage, inner_products
 from pfl_lightning.settings import check_choices
 
 Knowledge: TypeAlias = Literal["omniscient", "own"]

@@ -14,12 +14,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Generator, Tensor
 
-from pfl_lightning.aggregators import WeightedAverage, client_weights
 from pfl_lightning.callbacks.attacks.base import Attack
 from pfl_lightning.client import ClientModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server import WeightedAverage, client_weights
 
 
 class View(NamedTuple):

@@ -10,10 +10,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 from pfl_lightning.messages import StateDict, is_finite
 from pfl_lightning.seeds import derive_seed
+from pfl_lightning.server.base import Server
+from pfl_lightning.server.means.vectors import Sum, Vectors
 
 
 class Mean(ABC):

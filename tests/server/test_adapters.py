@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from pfl_lightning.aggregators.adapters import (
+from pfl_lightning.server.adapters import (
     deviations,
     factors,
     is_first,

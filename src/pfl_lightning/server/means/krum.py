@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+from pfl_lightning.server.means.base import Assumed, Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors
 
 
 class MultiKrum(Mean):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from pfl_lightning.aggregators.means.bulyan import mean_near_median
-from pfl_lightning.aggregators.means.vectors import ordered_columns
+from pfl_lightning.server.means.bulyan import mean_near_median
+from pfl_lightning.server.means.vectors import ordered_columns
 
 
 def by_sorting_distances(rows, count):

@@ -31,7 +31,17 @@ from pfl_lightning.aggregators import (
     Mean,
     WeightedAverage,
 )
-from pfl_lightning.aggregators.means import (
+from pfl_lightning.callbacks import BufferAttack
+from pfl_lightning.cli.class_names import subclasses
+from pfl_lightning.data import IID, Digits
+from pfl_lightning.engines import Sequential, Vectorised
+from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedIT, FedProto
+from pfl_lightning.methods.fedas import FisherAverage
+from pfl_lightning.methods.fedcac import CriticalAverage
+from pfl_lightning.methods.fednova import NormalizedAverage
+from pfl_lightning.nets import Net
+from pfl_lightning.privacy import DPAverage
+from pfl_lightning.server.means import (
     Bucketing,
     Bulyan,
     CentredClipping,
@@ -44,16 +54,6 @@ from pfl_lightning.aggregators.means import (
     NormBound,
     TrimmedMean,
 )
-from pfl_lightning.callbacks import BufferAttack
-from pfl_lightning.cli.class_names import subclasses
-from pfl_lightning.data import IID, Digits
-from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedIT, FedProto
-from pfl_lightning.methods.fedas import FisherAverage
-from pfl_lightning.methods.fedcac import CriticalAverage
-from pfl_lightning.methods.fednova import NormalizedAverage
-from pfl_lightning.nets import Net
-from pfl_lightning.privacy import DPAverage
 from sweeps import swept
 
 BAD = 1
@@ -498,7 +498,7 @@ def test_mistakes_are_told_in_one_sentence(words, sentence, capsys):
 
 
 def test_all_rules_are_exported():
-    import pfl_lightning.aggregators.means as means
+    import pfl_lightning.server.means as means
 
     rules = {cls.__name__ for cls in subclasses(Mean) - {Mean} if cls.__module__.startswith("pfl_lightning.")}
     assert rules == {name for name in means.__all__ if isinstance(getattr(means, name), type)} - {

@@ -13,12 +13,12 @@ from torch.optim import SGD
 from federations import Blobs, Wide, blobs, check_order_and_resume, fit, make_client
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import SCAFFOLD, ClassMeans
-from pfl_lightning.aggregators.means import Bucketing, FLTrust, NearestNeighbourMixing
 from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import Ditto, FedAvg, FedBN, FedDBE, FedPer, FedProto
 from pfl_lightning.methods.feddbe import DomainConsensus
 from pfl_lightning.methods.scaffold import ControlVariates
+from pfl_lightning.server.means import Bucketing, FLTrust, NearestNeighbourMixing
 
 
 class Alone(Blobs):

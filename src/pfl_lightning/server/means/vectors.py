@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators.model_pool import inner_products
 from pfl_lightning.messages import CPU, StateDict, blocks, column, promoted
+from pfl_lightning.server.model_pool import inner_products
 from pfl_lightning.transfers import moved
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import SGD
 
-from pfl_lightning.aggregators.base import Server
-from pfl_lightning.aggregators.means.base import Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
 from pfl_lightning.client.optimizers import checked_optimizer
 from pfl_lightning.data import epoch_order
 from pfl_lightning.messages import StateDict
 from pfl_lightning.nets.batch_norm import on_batch_statistics, smallest_batch
+from pfl_lightning.server.base import Server
+from pfl_lightning.server.means.base import Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors
 from pfl_lightning.settings import check_least
 
 NET = "net."

@@ -6,10 +6,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.means import Averaging, Mean
-from pfl_lightning.aggregators.means.base import check_models_alone
 from pfl_lightning.messages import Message, Updates
+from pfl_lightning.server.base import Aggregator, Server
+from pfl_lightning.server.means import Averaging, Mean
+from pfl_lightning.server.means.base import check_models_alone
 
 
 class ClassMeans(Aggregator):

@@ -18,11 +18,11 @@ from pfl_lightning.aggregators import (
     client_weights,
     mean_model,
 )
-from pfl_lightning.aggregators.means import CoordinateMedian
 from pfl_lightning.messages import detached, weighted_mean
 from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import SecureSum
+from pfl_lightning.server.means import CoordinateMedian
 
 
 def update(samples, **weights):

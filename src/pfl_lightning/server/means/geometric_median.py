@@ -6,8 +6,8 @@ Source: Pillutla, Kakade and Harchaoui, 2019, RFA (https://arxiv.org/abs/1912.13
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.means.base import Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+from pfl_lightning.server.means.base import Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors
 
 
 class GeometricMedian(Mean):

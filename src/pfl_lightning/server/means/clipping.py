@@ -8,8 +8,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.aggregators.means.base import Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors
+from pfl_lightning.server.means.base import Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors
 
 
 class CentredClipping(Mean):

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors, median, ordered_columns
+from pfl_lightning.server.means.base import Assumed, Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors, median, ordered_columns
 
 
 class CoordinateMedian(Mean):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators.base import Aggregator, Server
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import CPU, Message, Updates, block_width, column
+from pfl_lightning.server.base import Aggregator, Server
 from pfl_lightning.tasks import Task
 
 DOZEN = 12

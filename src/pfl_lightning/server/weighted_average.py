@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Aggregator, Server
-from pfl_lightning.aggregators.means import Averaging, Mean
 from pfl_lightning.messages import CPU, Message, RunningMean, StateDict, Updates, column, weighted_mean
+from pfl_lightning.server.base import Aggregator, Server
+from pfl_lightning.server.means import Averaging, Mean
 from pfl_lightning.transfers import moved
 
 Weighting: TypeAlias = Literal["samples", "uniform"]

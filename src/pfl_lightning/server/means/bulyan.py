@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from pfl_lightning.aggregators.means.base import Assumed, Mean
-from pfl_lightning.aggregators.means.vectors import Sum, Vectors, middle_of, ordered_columns
+from pfl_lightning.server.means.base import Assumed, Mean
+from pfl_lightning.server.means.vectors import Sum, Vectors, middle_of, ordered_columns
 
 
 class Bulyan(Mean):

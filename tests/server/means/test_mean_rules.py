@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import trim_mean
 
-from pfl_lightning.aggregators.means import (
+from pfl_lightning.server.means import (
     Bucketing,
     Bulyan,
     CentredClipping,
@@ -18,7 +18,7 @@ from pfl_lightning.aggregators.means import (
     NormBound,
     TrimmedMean,
 )
-from pfl_lightning.aggregators.means.vectors import Vectors
+from pfl_lightning.server.means.vectors import Vectors
 
 F = 2
 RULES = {

@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.aggregators.base import Aggregator, AnyAggregator, Server, checked_logs
 from pfl_lightning.messages import Message, StateDict, Updates
+from pfl_lightning.server.base import Aggregator, AnyAggregator, Server, checked_logs
 
 
 class AggregatorList(Aggregator):
