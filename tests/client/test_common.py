@@ -28,6 +28,7 @@ from federations import (
 from pfl_lightning.aggregators import ClusterModels, FedLAW
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client.common import common_parameters, trained_parameters, whole_model
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.messages import detached, digest, num_bytes, tensors
 from pfl_lightning.methods import (
     APPLE,
@@ -240,7 +241,7 @@ def test_what_is_frozen_before_fit_is_common_and_its_run_goes_on(tmp_path):
     whole = fit(made(), max_rounds=4)
     paused = fit(made(), root=tmp_path, callbacks=[Pause(2)], max_rounds=4)
     assert WEIGHT in paused.model.common_names
-    assert not any(WEIGHT in payload["weights"] for payload in load(paused.last)["federation"]["payloads"].values())
+    assert not any(WEIGHT in payload["weights"] for payload in payloads_of(load(paused.last)["federation"]).values())
     resumed = fit(made(seed=8), root=tmp_path, ckpt_path="last", resume_changed=True, max_rounds=4)
     assert same_end(whole, resumed)
     loaded = frozen_late(FedPer).load_from_checkpoint(paused.last, client=1, net=trained_twice, weights_only=True)

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.optim import SGD
 from federations import Pause, blobs, equal, fit, load, make_client, make_trainer, same_end
 from pfl_lightning import WeightedAverage
 from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.federation.checkpoint import storable
-from pfl_lightning.methods import FedProx
+from pfl_lightning.methods import IFCA, FedAMP, FedAvg, FedPer, FedProx
 from pfl_lightning.selection import Uniform
 
 
@@ -186,3 +188,24 @@ def test_a_federation_that_is_none_is_refused(entry, tmp_path):
     torch.save({**checkpoint, "federation": entry}, tmp_path / "damaged.ckpt")
     with pytest.raises(MisconfigurationException, match="federation has no method"):
         fit(make_client(), root=tmp_path, ckpt_path=tmp_path / "damaged.ckpt")
+
+
+@pytest.mark.parametrize("method", [FedAvg, IFCA, FedAMP, FedPer])
+def test_each_different_payload_is_there_once(method, tmp_path):
+    run = fit(make_client(method), root=tmp_path)
+    saved = load(next(run.folder.rglob("last.ckpt")))["federation"]
+    federation = run.federation
+    assert equal(payloads_of(saved), {client: federation.aggregator.download(client) for client in range(4)})
+    payloads = [each["payload"] for each in saved["payloads"]]
+    assert not any(equal(one, other) for one, other in combinations(payloads, 2))
+    if method in (FedAvg, FedPer):
+        assert saved["payloads"][0]["clients"] == [[0, 4]]
+
+
+def test_empty_parts_of_states_are_left_out_and_come_back(tmp_path):
+    run = fit(make_client(FedAvg), root=tmp_path, clients_per_round=0.5)
+    path = next(run.folder.rglob("last.ckpt"))
+    assert load(path)["federation"]["clients"] == {client: {} for client in sorted(run.federation.clients)}
+    trainer = make_trainer(tmp_path)
+    trainer.test(make_client(FedAvg), blobs(), ckpt_path=path, verbose=False)
+    assert trainer.lightning_module.clients == run.federation.clients

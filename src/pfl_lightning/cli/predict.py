@@ -17,6 +17,7 @@ from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import read_settings
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.files import ARRAYS, read_array, read_checkpoint
 from pfl_lightning.data.sources.columns import as_text, read_table
@@ -295,7 +296,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     if not at_site:
         saved = read_checkpoint(path)["federation"]
         names = list(saved.get("names") or [])
-        clients = clients or names or list(map(str, saved["payloads"]))
+        clients = clients or names or list(map(str, payloads_of(saved)))
     if strangers := [client for client in clients if at_site and client not in models]:
         raise UsageError(f"predict: client {strangers[0]} is not at this site, which has {', '.join(models)}.")
     kind = class_of(config, "model", pfl_lightning.methods)

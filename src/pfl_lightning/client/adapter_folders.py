@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.client.joined_clients import joined_models
-from pfl_lightning.client.module import ClientModule, saved_client
+from pfl_lightning.client.module import ClientModule, payloads_of, saved_client
 from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.messages import digest
 
@@ -185,7 +185,7 @@ def export_adapters(
     # once: a language model takes long to load
     model = method.load_from_checkpoint(checkpoint, **kwargs)
     saved = read_checkpoint(checkpoint)["federation"]
-    names: Sequence[int | str] = saved.get("names") or range(len(saved["payloads"]))
+    names: Sequence[int | str] = saved.get("names") or range(len(payloads_of(saved)))
     # at a site by its name, or else its id, both of which are there
     at_site = saved.get("own")
     if at_site:

@@ -956,6 +956,19 @@ def trained_class(path: str | Path) -> type[ClientModule]:
     )
 
 
+def payloads_of(saved: Mapping[str, Any]) -> dict[int, Message]:
+    """Return each client's payload from a checkpoint, which has each different one once.
+
+    >>> payloads_of({"payloads": [{"clients": [[0, 1], [2, 4]], "payload": {}}, {"clients": [[1, 2]], "payload": {}}]})
+    {0: {}, 1: {}, 2: {}, 3: {}}
+
+    Args:
+        saved: the checkpoint's entry ``federation``; ``clients`` beside a payload are runs of ids, up to an end.
+    """
+    pairs = ((range(*run), each["payload"]) for each in saved["payloads"] for run in each["clients"])
+    return dict(sorted((client, payload) for clients, payload in pairs for client in clients))
+
+
 def saved_client(
     path: str | Path,
     saved: Mapping[str, Any],
@@ -975,7 +988,7 @@ def saved_client(
     Raises:
         MisconfigurationException: if the federation has no such client, or its personal entries are kept at a site.
     """
-    payloads, others = saved["payloads"], saved.get("own") or joined_models(path, saved)
+    payloads, others = payloads_of(saved), saved.get("own") or joined_models(path, saved)
     if (kept := others.get(str(client))) and client not in payloads and str(client) not in saved.get("names", []):
         common = saved.get("common", {}).get(kept["architecture"], {})
         personal, payload = (tree_map(lambda t: t.to(device), kept[part]) for part in ("personal", "payload"))
@@ -985,13 +998,11 @@ def saved_client(
     if client not in payloads:
         raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
     architecture = architecture_of(client, len(payloads))
-    own = saved["clients"].get(client, {})
+    own = saved["clients"].get(client, {"personal": saved["initial"][architecture]})
     # in a deployment personal entries never leave their site, and the server saves a name for them only
     if own.get("kept") is not None:
         raise MisconfigurationException(
             f"client={client}: its personal entries are at its site and not in {path}; export its model there."
         )
-    # a client that has never trained still has the initial personal entries
-    personal = own.get("personal", saved["initial"][architecture])
     common = saved.get("common", {}).get(architecture, {})
-    return SavedClient(architecture, common, personal, payloads[client], base=saved.get("base"))
+    return SavedClient(architecture, common, own.get("personal", {}), payloads[client], base=saved.get("base"))

@@ -17,7 +17,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.client_names import compared, two_spellings
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Job
-from pfl_lightning.messages import CPU, Row, tensors, tree_map
+from pfl_lightning.messages import CPU, Message, Row, tensors, tree_map
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.transfers import moved
 
@@ -120,7 +120,7 @@ ENTRIES: dict[str, tuple[type, ...]] = {
     "stages": (dict,),
     "clients": (dict,),
     "after": (dict,),
-    "payloads": (dict,),
+    "payloads": (list,),
     "newcomer": (dict,),
 }
 """Entries that every saved federation has, with their types."""
@@ -332,19 +332,26 @@ def listed(names: Sequence[str]) -> str:
 
 
 def saved_states(clients: Mapping[int, ClientState]) -> dict[int, Any]:
-    """Return clients' states for a checkpoint, on the CPU.
+    """Return clients' states for a checkpoint, on the CPU and without empty parts.
 
     Args:
         clients: the states by client id.
     """
-    states = {client: vars(state) for client, state in sorted(clients.items())}
+    states = {
+        client: {name: part for name, part in vars(state).items() if part} for client, state in sorted(clients.items())
+    }
     # All tensors of a device are moved together, in few copies, instead of one copy per tensor and client.
     arrived = iter(moved(list(tensors(states)), CPU))
     return cast(dict[int, Any], tree_map(lambda _: next(arrived), states))
 
 
 def saved_job(
-    saved: Mapping[str, Any], client: int, architecture: int, data: ClientData, splits: tuple[Split, ...]
+    saved: Mapping[str, Any],
+    client: int,
+    architecture: int,
+    payload: Message,
+    data: ClientData,
+    splits: tuple[Split, ...],
 ) -> Job:
     """Return a client's job in the round after a checkpoint.
 
@@ -352,11 +359,12 @@ def saved_job(
         saved: the checkpoint's entry ``federation``.
         client: the client's id.
         architecture: the index of the client's architecture.
+        payload: the client's payload, of `payloads_of`.
         data: the client's data.
         splits: the splits to evaluate on.
     """
     seed = derive_seed(saved["seed"], "train", saved["round"], client)
-    state, payload = saved_state(saved, client, architecture), saved["payloads"][client]
+    state = saved_state(saved, client, architecture)
     return Job(client, saved["round"], state, payload, data, seed, saved["lr_factor"], splits)
 
 

@@ -556,14 +556,37 @@ class Federation(LightningModule):
 
     def received_by_all(self) -> tuple[ClientState, Message] | None:
         """Return the state and payload that all clients have in common; None where they differ or may differ."""
-        if len(self.initial) > 1 or self.initial[0] or self._welcomed:
+        if len(self.initial) > 1 or self.initial[0]:
+            return None
+        payload = self._payload_of_all()
+        return None if payload is None else (ClientState(), payload)
+
+    def _payload_of_all(self) -> Message | None:
+        """Return the payload that all clients receive; None where they differ or may differ."""
+        if self._welcomed:
             return None
         try:
-            payload = self.aggregator.download(cast(int, AnyClient()))
+            return self.aggregator.download(cast(int, AnyClient()))
         # of any type: the server's code tells clients apart in its own way, and says so where it is asked for one
         except Exception:
             return None
-        return ClientState(), payload
+
+    def _payloads(self) -> list[dict[str, Any]]:
+        """Return each different payload once, with the runs of ids of the clients that receive it."""
+        clients = self.data.num_clients
+        if (common := self._payload_of_all()) is not None:
+            return [{"clients": [[0, clients]], "payload": common}]
+        found: dict[tuple[object, ...], dict[str, Any]] = {}
+        for client in range(clients):
+            payload = self._payload(client)
+            # by identity: what a server gives several clients is one object, which the kept payload keeps alive
+            key = (*payload, *map(id, payload.values()))
+            runs = found.setdefault(key, {"clients": [], "payload": payload})["clients"]
+            if runs and runs[-1][1] == client:
+                runs[-1][1] += 1
+            else:
+                runs.append([client, client + 1])
+        return [*found.values()]
 
     def _payload(self, client: int) -> Message:
         """Return a client's payload: a newcomer's for a client that has joined and not taken part so far."""
@@ -1065,7 +1088,6 @@ class Federation(LightningModule):
 
     def federation_state(self) -> dict[str, Any]:
         """Return the complete state, from which another process can continue the run bit for bit."""
-        clients = range(self.data.num_clients)
         whole = self._saves_common
         return {
             "method": self.method,
@@ -1085,7 +1107,7 @@ class Federation(LightningModule):
             "after": dict(sorted(self.evaluations.after.items())),
             # Not needed for resuming: `load_from_checkpoint(path, client=3)` builds a client's model from them without
             # the aggregator.
-            "payloads": {client: self._payload(client) for client in clients},
+            "payloads": self._payloads(),
             "newcomer": self._newcomer_payload(),
         }
 

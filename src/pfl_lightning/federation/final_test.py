@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.data import Split
 from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import ClientMetrics, ClientState, Evaluated, Job
@@ -87,12 +88,20 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
         checkpoint: the loaded checkpoint.
     """
     saved, evaluations = checkpoint["federation"], federation.evaluations
+    payloads = payloads_of(saved)
 
     def job_of(client: int, splits: tuple[Split, ...], received: Any = None) -> Job:
-        return saved_job(saved, client, federation.architecture_of(client), federation.data.client(client), splits)
+        return saved_job(
+            saved,
+            client,
+            federation.architecture_of(client),
+            payloads[client],
+            federation.data.client(client),
+            splits,
+        )
 
     def received_of(client: int) -> tuple[ClientState, Message]:
-        return saved_state(saved, client, federation.architecture_of(client)), saved["payloads"][client]
+        return saved_state(saved, client, federation.architecture_of(client)), payloads[client]
 
     # Samples may drift between clients, so test on those that the clients held in the checkpoint's round.
     with federation.data.at_round(max(1, saved["round"])):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.joined_clients import KeptModels, joined_models
-from pfl_lightning.client.module import complete
+from pfl_lightning.client.module import complete, payloads_of
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
@@ -367,6 +367,7 @@ class SavedClients(LightningModule):
         if "federation" not in checkpoint:
             raise MisconfigurationException(f"ckpt_path={path} is not of a federation.")
         self.saved = checkpoint["federation"]
+        self.payloads = payloads_of(self.saved)
         self.path = path
         self.source = source
         own = self.saved.get("own", {})
@@ -404,7 +405,7 @@ class SavedClients(LightningModule):
             source, local = self.source, kept["local"]
             samples = self._nothing(client) if source is None else ClientData(source, source.client_id(local))
             return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), x, class_names)
-        first, total = self.modules_of_clients[0], len(self.saved["payloads"])
+        first, total = self.modules_of_clients[0], len(self.payloads)
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
                 f"client={client}: its personal entries are at its site and not in {self.path}; predict there, by "
@@ -413,7 +414,11 @@ class SavedClients(LightningModule):
         is_new = client >= total
         index = first.architecture_of(client % total, total)
         samples = self._nothing(client)
-        job = self._first_job(client, index, samples) if is_new else saved_job(self.saved, client, index, samples, ())
+        job = (
+            self._first_job(client, index, samples)
+            if is_new
+            else saved_job(self.saved, client, index, self.payloads[client], samples, ())
+        )
         return predicted(Recipe(self._engine(index), job, adapts=not is_new), x, class_names)
 
     def _engine(self, index: int) -> Sequential:

@@ -72,7 +72,7 @@ def keep_model(
             "round": job.round,
             "clients": {job.client: {"personal": personal}},
             "initial": [personal],
-            "payloads": {job.client: job.payload},
+            "payloads": [{"clients": [[job.client, job.client + 1]], "payload": job.payload}],
             # by the federation's id too; by the id at the site never, which is another client's elsewhere
             "own": {**({name: kept} if isinstance(name, str) else {}), str(job.client): kept},
             **run,
