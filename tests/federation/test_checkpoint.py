@@ -19,7 +19,7 @@ from pfl_lightning import WeightedAverage
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client.module import payloads_of
 from pfl_lightning.federation.checkpoint import storable
-from pfl_lightning.methods import IFCA, FedAMP, FedAvg, FedPer, FedProx
+from pfl_lightning.methods import APPLE, IFCA, FedAvg, FedPer, FedProx
 from pfl_lightning.selection import Uniform
 
 
@@ -190,7 +190,7 @@ def test_a_federation_that_is_none_is_refused(entry, tmp_path):
         fit(make_client(), root=tmp_path, ckpt_path=tmp_path / "damaged.ckpt")
 
 
-@pytest.mark.parametrize("method", [FedAvg, IFCA, FedAMP, FedPer])
+@pytest.mark.parametrize("method", [FedAvg, IFCA, APPLE, FedPer])
 def test_each_different_payload_is_there_once(method, tmp_path):
     run = fit(make_client(method), root=tmp_path)
     saved = load(next(run.folder.rglob("last.ckpt")))["federation"]
