@@ -106,7 +106,7 @@ class Drifting(WeightedAverage):
 
 
 class Late(Uniform):
-    def remember(self, told, round):
+    def remember(self, reports, round):
         self.state["last"] = np.int64(round)
 
 
@@ -126,7 +126,7 @@ def test_numbers_of_numpy_do_not_change_a_resumed_run(engine, tmp_path):
 
 
 class Forgetful(Uniform):
-    def remember(self, told, round):
+    def remember(self, reports, round):
         self.state["seen"] = deque([round])
 
 

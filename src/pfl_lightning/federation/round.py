@@ -276,9 +276,9 @@ class Round:
         for setting in self.options.stages.values():
             setting.end(federation)
         federation.keep_storable()
-        sent, told = federation.further_bytes
-        federation.metrics["bytes/down"] += sent
-        federation.metrics["bytes/up"] += told
+        down, up = federation.further_bytes
+        federation.metrics["bytes/down"] += down
+        federation.metrics["bytes/up"] += up
         federation.metrics["time/aggregate"] = time.perf_counter() - start
         federation.metrics |= {f"server/{name}": value for name, value in logs.items()}
         federation.metrics |= {f"privacy/{name}": value for name, value in federation.privacy().items()}
@@ -307,13 +307,13 @@ class Round:
             took: seconds by id on a simulated clock, in place of measured ones.
         """
         asks = sorted(self.options.cohort.asks)
-        told: dict[int, dict[str, float]] = {}
+        reports: dict[int, dict[str, float]] = {}
         for client, outcome in taken.items():
             values = outcome.metrics | {"seconds": took.get(client, outcome.seconds)}
             # only finite numbers, whatever a site may report
-            told[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
-            self.federation.further_bytes[1] += NUMBER_BYTES * len(told[client])
-        self.options.cohort.remember(told, self.federation.round)
+            reports[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}
+            self.federation.further_bytes[1] += NUMBER_BYTES * len(reports[client])
+        self.options.cohort.remember(reports, self.federation.round)
 
 
 def by_start(arrived: list[int], plan: Plan) -> list[list[int]]:

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.settings import is_count
 
-Told: TypeAlias = Mapping[int, Mapping[str, float]]
+Reports: TypeAlias = Mapping[int, Mapping[str, float]]
 """Numbers that clients report about themselves, by id and name."""
 
 
@@ -112,11 +112,11 @@ class Selection(ABC):
             start: the beginning round.
         """
 
-    def remember(self, told: Told, round: int) -> None:  # noqa: B027 - some remember nothing
+    def remember(self, reports: Reports, round: int) -> None:  # noqa: B027 - some remember nothing
         """Take note of a finished round.
 
         Args:
-            told: the numbers named in ``asks``, by name, of each client whose update counts.
+            reports: the numbers named in ``asks``, by name, of each client whose update counts.
             round: number of the round, from 0.
         """
 

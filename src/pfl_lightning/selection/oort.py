@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_weight
+from pfl_lightning.selection.base import Reports, RoundStart, Selection, drawn_by_weight
 
 UNCERTAINTY = 0.1
 """Weight of the time since a client's last training."""
@@ -153,20 +153,22 @@ class Oort(Selection):
         limit: float = ranked[min(int(len(ranked) * percentile / 100), len(ranked) - 1)]
         return limit
 
-    def remember(self, told: Told, round: int) -> None:
+    def remember(self, reports: Reports, round: int) -> None:
         """Keep the utilities of the trained clients, and move the percentile.
 
         Args:
-            told: losses, and seconds if they count, of each client whose update counts.
+            reports: losses, and seconds if they count, of each client whose update counts.
             round: number of the round, from 0.
         """
         # a client without a batch reports no loss; a wrong, negative report counts as 0
-        own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in told.items()}
+        own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in reports.items()}
         self.state["utility"] |= own
         self.state["round"] |= dict.fromkeys(own, round + 1)
         if self.percentile is None:
             return
-        self.state["seconds"] |= {k: max(values["seconds"], 0.0) for k, values in told.items() if "seconds" in values}
+        self.state["seconds"] |= {
+            k: max(values["seconds"], 0.0) for k, values in reports.items() if "seconds" in values
+        }
         self.state["sums"] = [*self.state["sums"], sum(own.values())][-2 * self.window :]
         if len(self.state["sums"]) == 2 * self.window and (round + 1) % self.window == 0:
             self._pace(self.percentile)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.selection.base import RoundStart, Selection, Told, drawn_by_weight
+from pfl_lightning.selection.base import Reports, RoundStart, Selection, drawn_by_weight
 from pfl_lightning.settings import check_choices, check_least
 
 
@@ -92,11 +92,11 @@ class PowerOfChoice(Selection):
         losses = {client: known.get(client, missing) for client in drawn}
         return sorted(drawn, key=lambda client: (-losses[client], client))[: start.size]
 
-    def remember(self, told: Told, round: int) -> None:
+    def remember(self, reports: Reports, round: int) -> None:
         """Keep the reported losses of the trained clients.
 
         Args:
-            told: losses of each client whose update counts.
+            reports: losses of each client whose update counts.
             round: number of the round, from 0.
         """
-        self.state["losses"] |= {client: own["loss"] for client, own in told.items() if "loss" in own}
+        self.state["losses"] |= {client: own["loss"] for client, own in reports.items() if "loss" in own}
