@@ -382,14 +382,14 @@ class ConfiguredStage(Stage):
             cohorts: the clients of each of these rounds.
         """
 
-    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, guarantee: dict[str, Any]) -> dict[str, Any]:
         """Return the privacy guarantee of the rounds so far.
 
         Args:
             federation: the federation.
-            told: the aggregator's; empty without one.
+            guarantee: the aggregator's; empty without one.
         """
-        return told
+        return guarantee
 
     def without_updates(self) -> list[str]:
         """Return settings that may keep all updates from coming, with their values, for a warning."""

@@ -399,9 +399,9 @@ class DPAverage(Aggregator):
         if self.sampling.rate == 1:
             return "no amplification"
         source = "the operating system" if self.is_secure else "the run's seed: a simulation"
-        told = f"Poisson, rate {self.sampling.rate:g}, drawn from {source}"
+        text = f"Poisson, rate {self.sampling.rate:g}, drawn from {source}"
         before = sum(release.steps for release in releases if release.rate == 1)
-        return f"{told}; {before} rounds before without amplification" if before else told
+        return f"{text}; {before} rounds before without amplification" if before else text
 
     @property
     def _known_otherwise(self) -> str:

@@ -313,12 +313,12 @@ class DPSGD(ConfiguredStage):
             outcomes: of the clients that answered; of others nobody knows how far they came, so that all counts.
             lost: whether another process made the round, of which this engine knows nothing.
         """
-        for engine, own in federation.engines_of(cohort):
-            for client in own:
-                told = outcomes[client].releases if client in outcomes else ()
+        for engine, clients in federation.engines_of(cohort):
+            for client in clients:
+                releases = outcomes[client].releases if client in outcomes else ()
                 size = federation.data.size(client, "train")
                 phases = engine.module.local_phases()
-                once = told or cast(DPSGD, engine.work.example_privacy).releases(engine.work, phases, size)
+                once = releases or cast(DPSGD, engine.work.example_privacy).releases(engine.work, phases, size)
                 times = 1 if lost else engine.times_asked(client)
                 made = [release._replace(steps=times * release.steps) for release in once]
                 if made:
@@ -333,9 +333,9 @@ class DPSGD(ConfiguredStage):
         self._spent.clear()
         self._spent.update({k: [Release(*each) for each in releases] for k, releases in state["spent"].items()})
 
-    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, guarantee: dict[str, Any]) -> dict[str, Any]:
         """Return the guarantee of the rounds so far."""
-        return self.told(self._spent, federation.sizes(self._spent, "train"))
+        return self.guarantee_of(self._spent, federation.sizes(self._spent, "train"))
 
     def of_client(self, federation: Federated, client: int) -> dict[str, float]:
         """Return the client's epsilon."""
@@ -542,9 +542,9 @@ class DPSGD(ConfiguredStage):
         """
         delta = self.delta_of(samples)
         value = bounded_epsilon(releases, delta, self.epsilon)
-        steps, told = self._apart(releases)
+        steps, counts = self._apart(releases)
         # for few rounds plain composition is smaller than the Gaussian bound
-        return min(value, bounded_epsilon(steps, delta, self.epsilon) + told) if told else value
+        return min(value, bounded_epsilon(steps, delta, self.epsilon) + counts) if counts else value
 
     def delta_of(self, samples: int) -> float:
         r"""Return the :math:`\delta` of a client's samples, by their number."""
@@ -554,12 +554,12 @@ class DPSGD(ConfiguredStage):
     def _apart(self, releases: Sequence[Release]) -> tuple[list[Release], float]:
         """Return the steps of a client, and the epsilon of the class counts by themselves."""
         counts = self.counts_release
-        told = sum(release.steps for release in releases if release._replace(steps=1) == counts)
+        number = sum(release.steps for release in releases if release._replace(steps=1) == counts)
         # earlier counts with another counts_epsilon stay Gaussian: a larger epsilon, never a smaller
         steps = [release for release in releases if release._replace(steps=1) != counts]
-        return steps, told * (self.counts_epsilon or 0.0)
+        return steps, number * (self.counts_epsilon or 0.0)
 
-    def told(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> dict[str, Any]:
+    def guarantee_of(self, spent: Mapping[int, Sequence[Release]], sizes: Mapping[int, int]) -> dict[str, Any]:
         r"""Return the guarantee of the steps so far, and a list of all outside; :math:`\epsilon` is the largest.
 
         Args:
@@ -571,7 +571,7 @@ class DPSGD(ConfiguredStage):
         value = self._largest(spent, sizes)
         counts = {
             "counts_epsilon": self.counts_epsilon,
-            "counts_epsilon_total": max((told for _, told in apart), default=0.0),
+            "counts_epsilon_total": max((total for _, total in apart), default=0.0),
         }
         return {
             "unit": "sample",

@@ -181,9 +181,9 @@ class LocalPrivacy(ConfiguredStage):
         """Go on with a checkpoint's epsilons."""
         self._spent = dict(state["spent"])
 
-    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, guarantee: dict[str, Any]) -> dict[str, Any]:
         """Return the guarantee of the rounds so far."""
-        return self.told(self._spent)
+        return self.guarantee_of(self._spent)
 
     def of_client(self, federation: Federated, client: int) -> dict[str, float]:
         """Return the client's epsilon."""
@@ -232,7 +232,7 @@ class LocalPrivacy(ConfiguredStage):
         # a further number for each call, so that no two calls of a round draw the same
         return Draws(lambda size: seeded_normal(size, stream.getrandbits(63)), stream.randrange, False)
 
-    def told(self, spent: Mapping[int, float]) -> dict[str, Any]:
+    def guarantee_of(self, spent: Mapping[int, float]) -> dict[str, Any]:
         r"""Return the guarantee so far, and a list of all outside of it.
 
         Args:

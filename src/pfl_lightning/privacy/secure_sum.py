@@ -176,12 +176,12 @@ class SecureSum(ConfiguredStage):
         row |= self._row | {"bytes/down": row["bytes/down"] + self._row.get("bytes/down", 0)}
         return updates
 
-    def statement(self, federation: Federated, told: dict[str, Any]) -> dict[str, Any]:
+    def statement(self, federation: Federated, guarantee: dict[str, Any]) -> dict[str, Any]:
         """Return the aggregator's guarantee, with what it assumes of clients."""
-        if not told:
-            return told
+        if not guarantee:
+            return guarantee
         assumes = f"in each round, {self.honest:.3g} of the clients stay until its end and tell nobody their noise"
-        return told | {"assumes": assumes}
+        return guarantee | {"assumes": assumes}
 
 
 def enough_to_sum(sent: int, clients: int, settings: SecureSum, round: int) -> bool:
