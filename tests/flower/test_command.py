@@ -132,7 +132,7 @@ def test_an_unfinished_run_goes_on_in_its_folder(app, tmp_path):
     assert [line.partition(",")[0] for line in path.read_text().splitlines()] == ["round", "1", "2"]
     status = DeploymentStatus(app / "deployment.status")
     assert status.state == "finished" and status.unfinished is None
-    write_status(status.path, {**status.told, "state": "failed"})
+    write_status(status.path, {**status.content, "state": "failed"})
     assert DeploymentStatus(status.path).unfinished == path.parent / "checkpoints" / "last.ckpt"
 
 

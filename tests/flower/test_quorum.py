@@ -145,8 +145,8 @@ def test_no_round_is_longer_than_its_slowest_site_and_the_record_says_who_was_ab
     assert lines[1].startswith("round 2 of 6, 25.0 s: 8 of 9 clients answered; absent 3, 9; loss ")
     assert lines[5].endswith("; slowest client 5 after 25.0 s")
     told = DeploymentStatus(tmp_path / "state")
-    assert (told.state, told.exit_code, told.told["round"]) == ("finished", 0, 6)
-    assert [site["clients"] for site in told.told["sites"] if not site["present"]] == [["3"]]
+    assert (told.state, told.exit_code, told.content["round"]) == ("finished", 0, 6)
+    assert [site["clients"] for site in told.content["sites"] if not site["present"]] == [["3"]]
 
 
 def test_absent_clients_keep_their_state(tmp_path, clock):
@@ -253,7 +253,7 @@ def test_the_status_says_for_whom_a_round_waits(tmp_path, clock):
 
     class Looks(TimedGrid):
         def pull_messages(self, message_ids):
-            told.append(DeploymentStatus(tmp_path / "state").told)
+            told.append(DeploymentStatus(tmp_path / "state").content)
             return super().pull_messages(message_ids)
 
     data, settings = partial(blobs, 8, 8), {"max_rounds": 1, "evaluate": "after"}
@@ -281,7 +281,7 @@ def test_answers_that_never_count_get_advice(tmp_path, clock, late_rounds, told)
     assert said == [
         f"answers of client 2 come {told} rounds late and don't count; late-rounds={told} would count them."
     ]
-    assert "2" in DeploymentStatus(tmp_path / "state").told["late"]
+    assert "2" in DeploymentStatus(tmp_path / "state").content["late"]
     assert all(row["clients"] == 2 for row in run.rows)
 
 
@@ -303,7 +303,7 @@ def test_nobody_has_sent_the_signal_by_which_flower_ends_an_app(tmp_path, monkey
         with pytest.raises(Stopped), shown.ending():
             raise Stopped(signal.SIGINT)
         told = DeploymentStatus(tmp_path / "state")
-        assert told.state == "stopped" and told.told["reason"].startswith(reason)
+        assert told.state == "stopped" and told.content["reason"].startswith(reason)
 
 
 def test_a_late_answer_counts_in_the_next_round_where_asked_for(tmp_path, clock):
@@ -366,7 +366,7 @@ def test_a_round_with_too_few_sites_waits_and_ends_the_run_in_a_sentence(tmp_pat
             serving={"status": tmp_path / "state"},
         )
     told = DeploymentStatus(tmp_path / "state")
-    assert (told.state, told.exit_code) == ("failed", 1) and "round 3 needs 2" in told.told["reason"]
+    assert (told.state, told.exit_code) == ("failed", 1) and "round 3 needs 2" in told.content["reason"]
 
 
 def test_a_client_that_joins_counts_in_the_checkpoint_and_the_run_goes_on_without_it(tmp_path, clock):

@@ -107,7 +107,7 @@ def wait(path: Path) -> None:
     printed = ""
     while True:
         deployment = DeploymentStatus(path)
-        line = str(deployment.told.get("last", {}).get("line", ""))
+        line = str(deployment.content.get("last", {}).get("line", ""))
         if line and line != printed:
             printed = line
             print(line, flush=True)
@@ -118,28 +118,30 @@ def wait(path: Path) -> None:
 
 def described_deployment(deployment: DeploymentStatus) -> list[tuple[str, str]]:
     """Return a deployment's description as labels and values: state, round, sites, and whoever is missing."""
-    told = deployment.told
+    content = deployment.content
     state = {"waiting": "waiting for sites", "dead": "dead, without a last word"}.get(
         deployment.state, deployment.state
     )
-    lines = [("state", state + (f", process {told['process']} on {told['host']}" if "process" in told else ""))]
-    if told.get("reason"):
-        lines.append(("reason", str(told["reason"])))
-    of = f" of {told['rounds']}" if told.get("rounds") else ""
-    lines.append(("round", f"{told.get('round', 0)}{of}"))
-    if told.get("run"):
-        lines.append(("run", str(told["run"])))
-    if "written" in told:
-        lines.append(("last written", f"{duration(max(0.0, time.time() - told['written']))} ago"))
-    if (now := told.get("now")) and deployment.state == "running":
+    lines = [
+        ("state", state + (f", process {content['process']} on {content['host']}" if "process" in content else ""))
+    ]
+    if content.get("reason"):
+        lines.append(("reason", str(content["reason"])))
+    of = f" of {content['rounds']}" if content.get("rounds") else ""
+    lines.append(("round", f"{content.get('round', 0)}{of}"))
+    if content.get("run"):
+        lines.append(("run", str(content["run"])))
+    if "written" in content:
+        lines.append(("last written", f"{duration(max(0.0, time.time() - content['written']))} ago"))
+    if (now := content.get("now")) and deployment.state == "running":
         lines.append(("now", waits(now["round"], max(0.0, time.time() - now["since"]), now["clients"])))
-    if last := told.get("last", {}).get("line"):
+    if last := content.get("last", {}).get("line"):
         lines.append(("last round", str(last)))
-    lines += [("site", described_site(site)) for site in told.get("sites", ())]
-    lines += [("late", f"client {client}: {words}") for client, words in told.get("late", {}).items()]
-    if missing := told.get("without_site"):
+    lines += [("site", described_site(site)) for site in content.get("sites", ())]
+    lines += [("late", f"client {client}: {words}") for client, words in content.get("late", {}).items()]
+    if missing := content.get("without_site"):
         lines.append(("without a site", ", ".join(missing)))
-    lines += [("refused", described_refusal(site)) for site in told.get("refused_sites", ())]
+    lines += [("refused", described_refusal(site)) for site in content.get("refused_sites", ())]
     if deployment.exit_code:
         lines.append(("go on by", "pfl-lightning flower run APP"))
     return lines

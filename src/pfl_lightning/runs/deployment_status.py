@@ -63,8 +63,8 @@ def status_file(place: Path) -> Path | None:
         settings = project_of(place)["tool"]["flwr"]["app"]["config"]
     except (OSError, ValueError, LookupError, TypeError):
         settings = {}
-    told = Path(str(settings.get("status") or place / FILE))
-    return next((path for path in (told, place / FILE) if path.is_file()), None)
+    file = Path(str(settings.get("status") or place / FILE))
+    return next((path for path in (file, place / FILE) if path.is_file()), None)
 
 
 def waits(round: int, seconds: float, clients: Sequence[str]) -> str:
@@ -105,35 +105,35 @@ class DeploymentStatus:
     path: Path
 
     @cached_property
-    def told(self) -> Mapping[str, Any]:
+    def content(self) -> Mapping[str, Any]:
         """The content of the file; empty if it can't be read."""
         try:
-            told = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @property
     def state(self) -> str:
         """``waiting`` for sites, ``running``, ``finished``, ``stopped``, ``failed``, or ``dead`` without a word."""
-        state = str(self.told.get("state", "dead"))
+        state = str(self.content.get("state", "dead"))
         if state not in ("waiting", "running"):
             return state
         # a process that was killed has had no time to write how it ended; those of other machines can't be asked
-        here = self.told.get("host") == socket.gethostname()
-        lives = self._lives if here else time.time() - self.told["written"] < SILENT
+        here = self.content.get("host") == socket.gethostname()
+        lives = self._lives if here else time.time() - self.content["written"] < SILENT
         return state if lives else "dead"
 
     @property
     def _lives(self) -> bool:
         """Whether the process of the file is alive, and no other one that has got its number."""
-        process = int(self.told["process"])
-        return is_alive(process) and self.told.get("started", "") in ("", started(process))
+        process = int(self.content["process"])
+        return is_alive(process) and self.content.get("started", "") in ("", started(process))
 
     @property
     def unfinished(self) -> Path | None:
         """The last checkpoint of a deployment that hasn't come to its end; None without one."""
-        last = Path(str(self.told.get("checkpoint") or ""))
+        last = Path(str(self.content.get("checkpoint") or ""))
         return last if self.state != "finished" and last.is_file() else None
 
     @property

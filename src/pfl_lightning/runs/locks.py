@@ -53,8 +53,8 @@ def started(process: int) -> str:
     Args:
         process: the process's id.
     """
-    told = stat_of(process)
-    return told[19] if len(told) > 19 else ""
+    fields = stat_of(process)
+    return fields[19] if len(fields) > 19 else ""
 
 
 def stat_of(process: int) -> list[str]:
