@@ -75,8 +75,8 @@ def client_app(folder: Path) -> ClientApp:
 
 def stays(context: Context) -> bool:
     """Return whether the site's messages go to a process that stays, as ``resident`` of its settings says."""
-    told = str(context.node_config.get("resident", "true")).lower()
-    return told not in ("false", "0", "no") and hasattr(socket, "AF_UNIX")
+    setting = str(context.node_config.get("resident", "true")).lower()
+    return setting not in ("false", "0", "no") and hasattr(socket, "AF_UNIX")
 
 
 def asked(connection: Connection, message: Message, context: Context) -> tuple[Any, Any]:
@@ -85,11 +85,11 @@ def asked(connection: Connection, message: Message, context: Context) -> tuple[A
     Raises:
         ConnectionError: if the process ends before it has answered.
     """
-    told = message.metadata
+    metadata = message.metadata
     try:
         # a resumed run has another number, and goes on with the same process
         run = context.run_id, dict(context.run_config)
-        connection.send((told.message_type, message.content, context.state, told.ttl, *run))
+        connection.send((metadata.message_type, message.content, context.state, metadata.ttl, *run))
         answer: tuple[Any, Any] = connection.recv()
     except EOFError as error:
         raise ConnectionError("the site's process has ended in the middle of a message") from error
@@ -157,8 +157,8 @@ def sockets() -> Path:
     folder = Path(tempfile.gettempdir(), f"pfl-lightning-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     # anybody can make a folder of this name in the system's temporary folder
-    told = folder.lstat()
-    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.getuid() or told.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is open to others")
     return folder
 

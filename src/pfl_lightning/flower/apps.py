@@ -341,9 +341,9 @@ def status_in(run: Mapping[str, Any], root: Path) -> Path:
         run: Flower's ``run_config``: ``status`` has a file, usually in the folder from which the app is run.
         root: the folder of runs, which is made; the file is there if ``status`` is empty or of another machine.
     """
-    told = Path(str(run.get("status", "")))
-    if told.is_absolute() and told.parent.is_dir():
-        return told
+    path = Path(str(run.get("status", "")))
+    if path.is_absolute() and path.parent.is_dir():
+        return path
     root.mkdir(parents=True, exist_ok=True)
     return root / FILE
 

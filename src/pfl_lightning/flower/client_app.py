@@ -78,7 +78,7 @@ STEP = {"round": 0, "sent": ""}
 IDS = 1 << 31
 """Upper bound of client ids; the exact number of clients is known to the server alone."""
 
-Told: TypeAlias = dict[int, dict[str, Any]]
+Jobs: TypeAlias = dict[int, dict[str, Any]]
 Records: TypeAlias = dict[str, Any]
 
 
@@ -185,8 +185,8 @@ class Worker:
         Raises:
             Refused: if the site's inputs depend on rows of other sites.
         """
-        told = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": {str: str}}, limit=0)
-        if agreed := whole(told["agreed"]):
+        question = unpack(content, "hello", {"version": "", "num_clients": 0, "agreed": {str: str}}, limit=0)
+        if agreed := whole(question["agreed"]):
             if not self.site.agrees:
                 raise Refused("the server has values of an exchange before the first round, and its app has none.")
             checked(agreed)
@@ -257,8 +257,8 @@ class Worker:
 
     def _steps(self, content: RecordDict, records: Records) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the clients in a message of a sum, each with the server's settings for the step."""
-        told: Told = unpack(content, "jobs", {0: STEP}, IDS)
-        yield from told.items()
+        jobs: Jobs = unpack(content, "jobs", {0: STEP}, IDS)
+        yield from jobs.items()
 
     def _bytes(self, content: RecordDict, client: int, name: str, size: int) -> dict[int, bytes]:
         """Return the other clients' parts of a client's payload, by id, each of a fixed size in bytes."""
@@ -269,30 +269,30 @@ class Worker:
 
     def train(self, content: RecordDict) -> Records:
         """Train the clients in a message for one round, and return answers and updates by the records' names."""
-        told: Told = unpack(content, "jobs", {0: JOB}, IDS)
+        jobs: Jobs = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         trained: list[Job] = []
-        before = self._measured(told, content)
+        before = self._measured(jobs, content)
         device = self.trainer.strategy.root_device.type
         # rounds elsewhere run inside Lightning's loop, which enters this context; engines enter autocast themselves
         with self.trainer.precision_plugin.train_step_context(), torch.autocast(device, enabled=False):
-            for job, outcome in self._results(told, content, records, "training"):
+            for job, outcome in self._results(jobs, content, records, "training"):
                 with failing(records, [job.client]):
-                    records |= self._trained(job, outcome, told[job.client])
+                    records |= self._trained(job, outcome, jobs[job.client])
                     records[f"{job.client}/answer"] |= before.get(job.client, {})
                     trained.append(job)
         # a server may never ask for an evaluation, which would keep the models; a failure here changes no answer
         for job in trained:
             with failing(records, [job.client]):
-                self._keep_model(job, told)
+                self._keep_model(job, jobs)
         return records
 
-    def _measured(self, told: Told, content: RecordDict) -> dict[int, dict[str, Any]]:
+    def _measured(self, jobs: Jobs, content: RecordDict) -> dict[int, dict[str, Any]]:
         """Return the metrics of the received models that a training message asks for, by client.
 
         A client that fails has none here; its training then tells the reason.
         """
-        asked = {client: row | {"evaluate": row["measure"]} for client, row in told.items() if row["measure"]}
+        asked = {client: row | {"evaluate": row["measure"]} for client, row in jobs.items() if row["measure"]}
         # as if asked by a separate message, so that the metrics are the same
         with undisturbed():
             return {
@@ -386,20 +386,20 @@ class Worker:
 
     def evaluate(self, content: RecordDict) -> Records:
         """Evaluate the received models of the clients in a message, keep the models, and return metrics by client."""
-        told: Told = unpack(content, "jobs", {0: JOB}, IDS)
+        jobs: Jobs = unpack(content, "jobs", {0: JOB}, IDS)
         records: Records = {}
         # random states stay as they are, so that evaluations never change a training
         with undisturbed():
-            for job, evaluated in self._results(told, content, records, "evaluation"):
+            for job, evaluated in self._results(jobs, content, records, "evaluation"):
                 with failing(records, [job.client]):
-                    self._keep_model(job, told)
+                    self._keep_model(job, jobs)
                     records[f"{job.client}/answer"] = {"after": evaluated.metrics(job.client)}
         return records
 
-    def _keep_model(self, job: Job, told: Told) -> None:
+    def _keep_model(self, job: Job, jobs: Jobs) -> None:
         """Write a client's received model to the site's disk, for use at the site."""
         run = {"id": self.run, "settings": {"trainer.evaluate": self.trainer.rounds.evaluate}}
-        architecture = told[job.client]["architecture"]
+        architecture = jobs[job.client]["architecture"]
         with undisturbed():
             keep_model(self.states, job, self.modules, architecture, self.site, run, self._bases[architecture])
 
@@ -421,30 +421,30 @@ class Worker:
         return digests
 
     def _results(
-        self, told: Told, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]
+        self, jobs: Jobs, content: RecordDict, records: Records, phase: Literal["training", "evaluation"]
     ) -> Iterator[tuple[Job, Any]]:
         """Yield jobs with the engines' results, and write the reason of each failed job into the records."""
         # one engine serves one architecture
-        jobs: dict[int, dict[int, Job]] = {}
+        groups: dict[int, dict[int, Job]] = {}
         # once a message, as sites may have many clients and long lists of words
         settings = fingerprint(self.settings)
-        for client, row in told.items():
+        for client, row in jobs.items():
             with failing(records, [client]):
                 job = self._job(client, row, content, settings)
                 # before training, which a refusal would waste
                 if phase == "training" and row["sum"] and self.summing is not None:
                     job = self._begun(job, row)
-                jobs.setdefault(row["architecture"], {})[client] = job
-        for architecture, own in jobs.items():
-            with failing(records, own):
+                groups.setdefault(row["architecture"], {})[client] = job
+        for architecture, group in groups.items():
+            with failing(records, group):
                 engine = self.engines[architecture]
-                engine.module.requested = frozenset(told[min(own)]["requested"].split())
-                engine.module.withheld = frozenset(told[min(own)]["withheld"].split())
+                engine.module.requested = frozenset(jobs[min(group)]["requested"].split())
+                engine.module.withheld = frozenset(jobs[min(group)]["withheld"].split())
                 # before training, as a refused upload would waste a round's work
                 self.site.check_method(engine.module)
-                for result in engine.complete(phase, list(own.values())):
+                for result in engine.complete(phase, list(group.values())):
                     for client in result.clients:
-                        yield own[client], result
+                        yield group[client], result
 
     def _job(self, client: int, row: Mapping[str, Any], content: RecordDict, settings: str) -> Job:
         if row["name"]:
@@ -583,9 +583,9 @@ def app_of(make: Callable[[Context], Worker]) -> ClientApp:
     app = ClientApp()
 
     def answered(message: FlowerMessage, context: Context) -> FlowerMessage:
-        told = message.metadata
+        metadata = message.metadata
         clients = str(context.node_config.get("clients", ""))
-        content = answer(told.message_type, message.content, lambda: make(context), told.ttl, clients)
+        content = answer(metadata.message_type, message.content, lambda: make(context), metadata.ttl, clients)
         return FlowerMessage(content, reply_to=message)
 
     for kind in WORKS:

@@ -47,38 +47,38 @@ class FirstExchange:
         self.agreed = ""
         """The values of all sites as JSON; empty before."""
         self._words = ""
-        self._told: dict[int, tuple[int, Values]] = {}
+        self._answers: dict[int, tuple[int, Values]] = {}
 
     def question(self) -> dict[str, Any]:
         """Return the record of the question to a site."""
         return {"kinds": " ".join(self.kinds), "words": pieces(self._words), "resumed": self.resumed}
 
-    def take(self, node: int, told: Mapping[str, Any]) -> list[int]:
+    def take(self, node: int, answer: Mapping[str, Any]) -> list[int]:
         """Take a site's answer, and return the nodes to be asked or greeted next; empty until enough have told.
 
         Args:
             node: the site's node.
-            told: the answer, like `TOLD`.
+            answer: the answer, like `TOLD`.
 
         Raises:
             Refused: if the answer is malformed.
             MisconfigurationException: if the answers of sites don't fit.
         """
-        values = checked(whole(told["values"]))
+        values = checked(whole(answer["values"]))
         # a resumed run keeps the values with which its models were trained
-        if told["agreed"] and self.resumed:
-            self.agreed = whole(told["values"])
-            return [*self._told, node]
-        self._told[node] = told["clients"], values
-        if sum(count for count, _ in self._told.values()) < self.least:
+        if answer["agreed"] and self.resumed:
+            self.agreed = whole(answer["values"])
+            return [*self._answers, node]
+        self._answers[node] = answer["clients"], values
+        if sum(count for count, _ in self._answers.values()) < self.least:
             return []
         # by node, so that the order of answers changes nothing
-        own = {node: values for node, (_, values) in sorted(self._told.items())}
-        nodes, self._told = list(own), {}
+        answers = {node: values for node, (_, values) in sorted(self._answers.items())}
+        nodes, self._answers = list(answers), {}
         if self._words or "scales" not in self.kinds:
-            self.agreed = json.dumps(merged(own, self.kinds, self.classes))
+            self.agreed = json.dumps(merged(answers, self.kinds, self.classes))
         else:
-            self._words = json.dumps(merged(own, [kind for kind in self.kinds if kind in WORDS], self.classes))
+            self._words = json.dumps(merged(answers, [kind for kind in self.kinds if kind in WORDS], self.classes))
         return nodes
 
 
@@ -103,7 +103,7 @@ def whole(parts: Mapping[str, str]) -> str:
     return "".join(parts.get(str(place), "") for place in range(len(parts)))
 
 
-def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None = None) -> Values:
+def merged(answers: Mapping[int, Values], kinds: Sequence[str], classes: int | None = None) -> Values:
     """Return one set of values for all sites.
 
     >>> ulm, kiel = ({"classes": {"ill": words}} for words in (["flu"], ["cold", "flu"]))
@@ -111,15 +111,15 @@ def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None
     {'classes': {'ill': ['cold', 'flu']}}
 
     Args:
-        told: what each site tells, by node.
+        answers: what each site tells, by node.
         kinds: what is exchanged.
         classes: number of classes of the task; None for a task without.
 
     Raises:
         MisconfigurationException: if a column holds texts at some sites alone, or there are more or fewer classes.
     """
-    found: Values = {}
-    every = list(told.values())
+    common: Values = {}
+    every = list(answers.values())
     for kind in [kind for kind in kinds if kind in WORDS]:
         columns = {column for values in every for column in values[kind]}
         # such a column would be coded at some sites and standardised at others
@@ -128,21 +128,21 @@ def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None
                 f"first-exchange={kind}: column {alone[0]!r} holds texts at some sites and numbers at others; list its "
                 f"values in data.{kind}, the same at every site."
             )
-        found[kind] = {}
+        common[kind] = {}
         for column in every[0][kind]:
-            own = [values[kind][column] for values in every]
+            words = [values[kind][column] for values in every]
             # a given order stays where all sites have it
-            found[kind][column] = own[0] if all(each == own[0] for each in own) else sorted(set().union(*own))
-            if kind == "classes" and classes is not None and len(found[kind][column]) != classes:
+            common[kind][column] = words[0] if all(each == words[0] for each in words) else sorted(set().union(*words))
+            if kind == "classes" and classes is not None and len(common[kind][column]) != classes:
                 raise MisconfigurationException(
-                    f"first-exchange=classes: sites have the classes {', '.join(found[kind][column][:12])}, and the "
+                    f"first-exchange=classes: sites have the classes {', '.join(common[kind][column][:12])}, and the "
                     f"task takes {classes}; list all in data.classes."
                 )
     if "scales" in kinds:
         if len({tuple(values["mean"]) for values in every}) > 1:
             raise MisconfigurationException("first-exchange=scales: sites have other features; name them in the app.")
         rows = [values["rows"] for values in every]
-        found |= {"mean": {}, "deviation": {}}
+        common |= {"mean": {}, "deviation": {}}
         for column in every[0]["mean"]:
             means = [values["mean"][column] for values in every]
             mean = math.fsum(n * each for n, each in zip(rows, means, strict=True)) / max(sum(rows), 1)
@@ -151,9 +151,9 @@ def merged(told: Mapping[int, Values], kinds: Sequence[str], classes: int | None
                 n * (values["deviation"][column] ** 2 + (each - mean) ** 2)
                 for n, each, values in zip(rows, means, every, strict=True)
             ]
-            found["mean"][column] = mean
-            found["deviation"][column] = math.sqrt(math.fsum(squares) / max(sum(rows), 1))
-    return found
+            common["mean"][column] = mean
+            common["deviation"][column] = math.sqrt(math.fsum(squares) / max(sum(rows), 1))
+    return common
 
 
 def checked(text: str) -> Values:
@@ -216,15 +216,15 @@ def values_of(data: FederatedDataModule, kinds: Sequence[str], words: str) -> Va
         )
     if words:
         take_over(data, words)
-    own = data.preprocessing
-    told: Values = {kind: own[kind] for kind in kinds if kind in WORDS}
+    preprocessing = data.preprocessing
+    values: Values = {kind: preprocessing[kind] for kind in kinds if kind in WORDS}
     # moments of each client's own rows never leave a site
-    if "scales" in kinds and own["standardize"] == "table":
+    if "scales" in kinds and preprocessing["standardize"] == "table":
         rows = sum(data.size(client, "train") for client in range(data.num_clients))
-        told |= {"mean": own["mean"], "deviation": own["deviation"], "rows": rows}
+        values |= {"mean": preprocessing["mean"], "deviation": preprocessing["deviation"], "rows": rows}
     elif "scales" in kinds and words:
         raise Refused("first-exchange=scales: its data has no standardize=table; leave scales out.")
-    return told
+    return values
 
 
 def take_over(data: FederatedDataModule, agreed: str) -> None:

@@ -91,11 +91,11 @@ def fingerprint(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def check_settings(told: Mapping[str, str], own: Mapping[str, str], first: tuple[int, Mapping[str, str]]) -> None:
+def check_settings(settings: Mapping[str, str], own: Mapping[str, str], first: tuple[int, Mapping[str, str]]) -> None:
     """Refuse a site with other settings than the server's, or with other inputs than the first site's.
 
     Args:
-        told: the greeting's settings.
+        settings: the greeting's settings.
         own: the server's.
         first: node and settings of the first site: the server may have no rows, and then doesn't know how rows become
             inputs, which ``data`` settings beside its own say.
@@ -103,14 +103,14 @@ def check_settings(told: Mapping[str, str], own: Mapping[str, str], first: tuple
     Raises:
         Refused: with names and both values of settings that differ.
     """
-    if len(told) > MOST_SETTINGS:
-        raise Refused(f"it tells of {len(told)} settings, and may tell of {MOST_SETTINGS}.")
-    if wrong := [name for name in told if name != plain(name, LONGEST_NAME) or not name]:
+    if len(settings) > MOST_SETTINGS:
+        raise Refused(f"it tells of {len(settings)} settings, and may tell of {MOST_SETTINGS}.")
+    if wrong := [name for name in settings if name != plain(name, LONGEST_NAME) or not name]:
         raise Refused(f"it tells of a setting {shown(wrong[0])}, which can't be one.")
-    inputs = {name: text for name, text in told.items() if name.startswith("data.") and name not in own}
+    inputs = {name: text for name, text in settings.items() if name.startswith("data.") and name not in own}
     lines = []
-    for name in differing({name: text for name, text in told.items() if name not in inputs}, own):
-        one, other = excerpts(told.get(name, "not set"), own.get(name, "not set"))
+    for name in differing({name: text for name, text in settings.items() if name not in inputs}, own):
+        one, other = excerpts(settings.get(name, "not set"), own.get(name, "not set"))
         lines.append(f"{plain(name, 60)} is {one} and the server's {other}")
     if lines:
         more = f", and {len(lines) - NAMED} more differ" if len(lines) > NAMED else ""
@@ -127,19 +127,19 @@ def check_settings(told: Mapping[str, str], own: Mapping[str, str], first: tuple
         )
 
 
-def differing(told: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
+def differing(settings: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
     """Return the names of settings that differ, without the parts of one that differs as a whole.
 
     >>> differing({"a": "X", "a.b": "1", "c": "2"}, {"a": "null", "c": "3", "d": "false"})
     ['a', 'c']
 
     Args:
-        told: a site's settings.
+        settings: a site's settings.
         own: the server's.
     """
     found: list[str] = []
-    for name in sorted({*told, *own}):
-        one, other = told.get(name), own.get(name)
+    for name in sorted({*settings, *own}):
+        one, other = settings.get(name), own.get(name)
         left_out = None in (one, other) and {one, other} & {*UNSET}
         if one != other and not left_out and not any(name.startswith(f"{whole}.") for whole in found):
             found.append(name)

@@ -67,23 +67,23 @@ class Journal:
                 f"client {client} has answered later rounds than round {round + 1} of this run, which is further back "
                 "than its site remembers; go on from a later checkpoint, or begin a new run."
             )
-        for told in kept["sums"]:
-            if told["model"] == model:
-                if told["cohort"] != cohort:
+        for entry in kept["sums"]:
+            if entry["model"] == model:
+                if entry["cohort"] != cohort:
                     raise Again(
-                        f"client {client} has answered this model in a sum with keys of clients {told['cohort']}, and "
+                        f"client {client} has answered this model in a sum with keys of clients {entry['cohort']}, and "
                         f"gives it no update for clients {cohort}, as the difference of both sums would tell of few; "
                         "go on with the same clients, or from a later checkpoint.",
-                        told["cohort"],
+                        entry["cohort"],
                     )
-                if summed and told["summed"] != summed:
+                if summed and entry["summed"] != summed:
                     raise Again(
-                        f"client {client} has told a sum of this model over clients {told['summed']}, and tells none "
+                        f"client {client} has told a sum of this model over clients {entry['summed']}, and tells none "
                         f"over clients {summed}, as the difference of both would tell of few; go on with the same "
                         "clients, or from a later checkpoint.",
-                        told["cohort"],
+                        entry["cohort"],
                     )
-            elif (told["run"], told["round"]) == (run, round):
+            elif (entry["run"], entry["round"]) == (run, round):
                 raise Again(
                     f"client {client} has answered round {round + 1} of this run for another model; go on from the "
                     "run's last checkpoint, or begin a new run."
@@ -107,8 +107,8 @@ class Journal:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.check(client, run, round, model, cohort, summed)
         kept = self._read(client)
-        told = {"run": run, "round": round, "model": model, "cohort": cohort, "summed": summed}
-        sums = [*(one for one in kept["sums"] if one != told), told]
+        entry = {"run": run, "round": round, "model": model, "cohort": cohort, "summed": summed}
+        sums = [*(one for one in kept["sums"] if one != entry), entry]
         for dropped in sums[:-MOST]:
             kept["forgotten"] = {"run": dropped["run"], "round": dropped["round"]}
         kept["sums"] = sums[-MOST:]

@@ -603,11 +603,11 @@ class Link:
         first = cast(FirstExchange, self.first)
         try:
             check_failure(content)
-            told = unpack(content, "first", TOLD, limit=0)
-            if not 0 < told["clients"] <= self.most:
-                raise Refused(f"it says that it has {shown(told['clients'])} clients, of {self.most} in all.")
+            answer = unpack(content, "first", TOLD, limit=0)
+            if not 0 < answer["clients"] <= self.most:
+                raise Refused(f"it says that it has {shown(answer['clients'])} clients, of {self.most} in all.")
             # asked for the next step, or greeted
-            self._greeted -= set(first.take(node, told))
+            self._greeted -= set(first.take(node, answer))
         except Refused as refusal:
             self._refuse(node, content, refusal)
 
@@ -625,10 +625,10 @@ class Link:
         # of another version, or of a site that lies: any part may be missing
         with suppress(Refused, KeyError, TypeError, AttributeError):
             if "hello" in names(content):
-                told = unpack(content, "hello", limit=0)
+                hello = unpack(content, "hello", limit=0)
                 own = range(self.clients)
-                claimed = [self.label(client) if client in own else shown(client) for client in told["clients"]]
-                return plain(", ".join([*claimed, *map(str, told.get("new", ()))]), LONGEST)
+                claimed = [self.label(client) if client in own else shown(client) for client in hello["clients"]]
+                return plain(", ".join([*claimed, *map(str, hello.get("new", ()))]), LONGEST)
             return plain(unpack(content, "site", {"clients": ""}, limit=0)["clients"], LONGEST)
         return ""
 

@@ -96,8 +96,8 @@ def bound(context: bytes, row: Mapping[str, Any], payload: Any) -> bytes:
         row: the server's settings of the client's work, by name.
         payload: the received payload.
     """
-    told = {name: row[name] for name in ALIKE}
-    return hashlib.sha256(context + fingerprint(told) + fingerprint(payload)).digest()
+    alike = {name: row[name] for name in ALIKE}
+    return hashlib.sha256(context + fingerprint(alike) + fingerprint(payload)).digest()
 
 
 def fingerprint(record: Any) -> bytes:
@@ -316,11 +316,11 @@ class Party:
         """
         if self.sites is None:
             return
-        told = dict(pair.split(":", 1) for pair in signed.split() if ":" in pair)
+        signatures = dict(pair.split(":", 1) for pair in signed.split() if ":" in pair)
         without = {
             client
             for client in set(clients) - {self.client}
-            if not self.sites.signed(client, context, told.get(str(client), ""))
+            if not self.sites.signed(client, context, signatures.get(str(client), ""))
         }
         # A client may be gone after its offer. Its keys may as well be the server's, which then has its shares of all
         # secrets. Each other client reveals a share of one of a client's two secrets: to recover both, a server needs
@@ -354,8 +354,8 @@ class Party:
         # the server chooses the name
         run, model = fingerprint(row["run"]).hex()[:32], fingerprint(payload).hex()[:32]
         self.journal.check(self.client, run, round, model, ids(state["clients"]))
-        told = bound(context, row, payload)
-        self._go_on(state, step="begun", told=told, run=run, model=model)
+        digest = bound(context, row, payload)
+        self._go_on(state, step="begun", told=digest, run=run, model=model)
 
     def hide(self, round: int, vector: Tensor, clients: Collection[int]) -> Tensor:
         """Return a vector with the client's masks, which looks random without the secrets.

@@ -40,7 +40,7 @@ class Progress(FederatedCallback):
         self._state["checkpoint"] = checkpoint
         self._cohort: list[int] = []
         self._begun = self._written = -math.inf
-        self._told, self._next = -1, LONG
+        self._present, self._next = -1, LONG
         self._parent = os.getppid()
         link.on_look = self._look
 
@@ -108,8 +108,8 @@ class Progress(FederatedCallback):
     def _look(self) -> None:
         """Write the file now and then while the server waits, and print how many clients have a site at the start."""
         present = len(self.link.present)
-        if self._state["state"] == "waiting" and present != self._told:
-            self._told = present
+        if self._state["state"] == "waiting" and present != self._present:
+            self._present = present
             print(f"waiting for sites: {present} of {self.link.clients} clients have one", flush=True)
         round, seconds, clients = self.link.waiting()
         if seconds < LONG:

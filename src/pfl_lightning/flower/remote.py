@@ -124,8 +124,8 @@ class Remote(Engine):
         self._sketches = Sketches(modules)
         self._measured = Measured(modules[0])
         # a site with a wrong metric has it every round, so that each kind of warning comes once per node
-        self._told: set[int] = set()
-        self._told_far: set[int] = set()
+        self._warned: set[int] = set()
+        self._warned_far: set[int] = set()
         self.joined: Sequence[int] = ()
         self.coming: Callable[[Collection[int]], Mapping[int, Job]] | None = None
         """Returns the coming round's jobs, which an evaluation sends along; None sends evaluations alone."""
@@ -324,8 +324,8 @@ class Remote(Engine):
         for client, norm in sorted(norms.items()):
             node = self.link.node(client)
             # written with `not`, as a NaN compares false and should warn
-            if middle > 0 and not norm <= FAR * middle and node not in self._told_far:
-                self._told_far.add(node)
+            if middle > 0 and not norm <= FAR * middle and node not in self._warned_far:
+                self._warned_far.add(node)
                 rank_zero_warn(
                     f"client {self.link.label(client)} at node {node} changes the model by the norm {norm:.3g}, where "
                     f"the round's median is {middle:.3g}, and counts; max-norm={FAR / 2 * middle:.1g}, say, leaves "
@@ -500,8 +500,8 @@ class Remote(Engine):
     def _tell(self, client: int, wrong: list[str]) -> None:
         """Warn, once per node, of metrics left out of the record."""
         node = self.link.node(client)
-        if wrong and node not in self._told:
-            self._told.add(node)
+        if wrong and node not in self._warned:
+            self._warned.add(node)
             more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             rank_zero_warn(
                 f"client {self.link.label(client)} at node {node} tells metrics that the record leaves out: "
@@ -526,13 +526,13 @@ class Remote(Engine):
         metrics, wrong = self._measured.trained(answer["metrics"])
         # an answer later than the time-out is never read, so that more seconds than that can't be true
         most = {"seconds": self.link.timeout, "steps": COUNTED, "samples": COUNTED}
-        told = {name: bounded(name, answer[name], (0.0, most[name]), wrong) for name in NUMBERS}
+        numbers = {name: bounded(name, answer[name], (0.0, most[name]), wrong) for name in NUMBERS}
         self._tell(client, wrong)
         # the token is empty if a client has nothing to keep, such as a stateless one under FedAvg
         state = ClientState(kept=answer["kept"] or None)
-        seconds = math.nan if told["seconds"] is None else told["seconds"]
+        seconds = math.nan if numbers["seconds"] is None else numbers["seconds"]
         # whole numbers, so that the record is the simulation's to the character
-        steps, samples = (math.nan if value is None else int(value) for value in (told["steps"], told["samples"]))
+        steps, samples = (math.nan if value is None else int(value) for value in (numbers["steps"], numbers["samples"]))
         return Outcome(client, {}, state, metrics, answer["finite"], after, seconds, steps=steps, samples=samples)
 
     def _outcome(self, job: Job, content: RecordDict) -> Outcome:

@@ -134,7 +134,7 @@ class Runner:
         Args:
             after_loss: whether a run was lost before, after which the SuperLink is waited for.
         """
-        told = False
+        warned = False
         while True:
             resume = "" if self.anew else UNFINISHED
             answer = self._asked("run", str(self.app), after=[*self.settings, "-c", f'ckpt-path="{resume}"'])
@@ -142,20 +142,20 @@ class Runner:
                 self._lines = 0
                 tell(f"run {number} begins.")
                 return str(number)
-            if not told:
+            if not warned:
                 tell(" ".join(str(answer.get("error-message", answer)).split()))
-                told = True
+                warned = True
             if not after_loss:
                 return ""
             time.sleep(PAUSE)
 
     def _followed(self, number: str) -> tuple[str, str]:
         """Print what a run's server says until the run has ended; return Flower's status of the run, and its reason."""
-        told, printed, handed = False, False, time.monotonic()
+        warned, printed, handed = False, False, time.monotonic()
         while True:
             answer = self._asked("list")
             if answer.get("success"):
-                told = False
+                warned = False
                 # a SuperLink without a database knows none of the runs before its start
                 unknown = {"run-id": number, "status": "finished:failed", "status-details": "the SuperLink forgot it"}
                 run = next((run for run in answer["runs"] if str(run["run-id"]) == number), unknown)
@@ -177,9 +177,9 @@ class Runner:
                         "command."
                     )
             else:
-                if not told:
+                if not warned:
                     tell("the SuperLink doesn't answer; it is asked again until it does.")
-                told, printed = True, False
+                warned, printed = True, False
             time.sleep(PAUSE)
 
     def _print_log(self, number: str) -> None:
@@ -209,16 +209,16 @@ class Runner:
             *words: its arguments before the connection.
             after: its arguments after the connection.
         """
-        told = subprocess.run(
+        process = subprocess.run(
             [self.program, command, *words, *self.connection, *after, "--format", "json"],
             capture_output=True,
             text=True,
             env=self.environment,
         )
         try:
-            answer = json.loads(told.stdout)
+            answer = json.loads(process.stdout)
         except ValueError:
-            return {"success": False, "error-message": told.stdout + told.stderr}
+            return {"success": False, "error-message": process.stdout + process.stderr}
         return answer if isinstance(answer, dict) else {"success": False}
 
 

@@ -52,7 +52,7 @@ class States(FederatedCallback):
     def __init__(self, link: Link, patience: float, together: bool = False) -> None:
         self._link, self._patience, self._together = link, patience, together
         self._federation: Federation | None = None
-        self._told_of: set[int] = set()
+        self._warned: set[int] = set()
         self._folders: set[Path] = set()
         self._saved: dict[Path, tuple[int, dict[int, str]]] = {}
         self._run_name = secrets.token_hex(8)
@@ -131,9 +131,9 @@ class States(FederatedCallback):
             aggregator: the name of the server side that weighs by them.
         """
         client = outweighing(sizes)
-        if client is None or client in self._told_of or client in self._link.bounded:
+        if client is None or client in self._warned or client in self._link.bounded:
             return
-        self._told_of.add(client)
+        self._warned.add(client)
         total = sum(sizes.values())
         rank_zero_warn(
             f"client {self._link.label(client)} claims {sizes[client]} of all {total} training samples, a share of "
@@ -279,9 +279,9 @@ def serve(
     keys_now = keys if keys is None or callable(keys) else lambda: keys
     trainer.rounds = replace(trainer.rounds, example_privacy=private, local_privacy=local)
     server = aggregator or client.configure_aggregator()
-    told = settings_told(trainer, modules, server, data)
+    settings = settings_told(trainer, modules, server, data)
     link = Link(
-        grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first, told
+        grid, data.num_clients, initial, keys_now, timeout, poll, names, quorum, cohort, max_clients, first, settings
     )
     link.takes_late = not (together or private or local or server.guarantee or trainer.rounds.secure_sum is not None)
     # `wait` fills the sizes in, in the same dict

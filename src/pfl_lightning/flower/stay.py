@@ -43,12 +43,12 @@ class Resident:
             run: Flower's id of the run.
             run_config: Flower's settings of the run.
         """
-        told = self.settings
+        settings = self.settings
         if self._worker is None or self._worker.run != run:
             # two at once would take twice the memory
             self._worker = None
-            context = Context(run, told["node"], told["node_config"], state, dict(run_config))
-            self._worker = worker_of(Path(told["folder"]), context)
+            context = Context(run, settings["node"], settings["node_config"], state, dict(run_config))
+            self._worker = worker_of(Path(settings["folder"]), context)
         self._worker.memory = state
         return self._worker
 
@@ -56,10 +56,10 @@ class Resident:
         """Answer the message of a connection; return False at the end of the federation."""
         self.busy = True
         try:
-            if (told := connection.recv()) is None:
+            if (message := connection.recv()) is None:
                 connection.send(None)
                 return False
-            kind, content, state, ttl, run, run_config = told
+            kind, content, state, ttl, run, run_config = message
             clients = str(self.settings["node_config"].get("clients", ""))
             content = answer(kind, content, lambda: self.worker(state, run, run_config), ttl, clients)
             connection.send((content, state))

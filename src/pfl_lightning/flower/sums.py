@@ -125,8 +125,8 @@ class Exchange:
         """
         least = self.summing.settings.least(self.asked)
         # as many as could make a sum by themselves, so that a few bad sites can't say so for all
-        told = [reason for _, reason in sorted(self.refused.items()) if isinstance(reason, Again)]
-        return told[0] if sent < least <= len(told) else None
+        reasons = [reason for _, reason in sorted(self.refused.items()) if isinstance(reason, Again)]
+        return reasons[0] if sent < least <= len(reasons) else None
 
     def end(
         self, encoding: Encoding, hidden: Mapping[int, Tensor], received: Message, row: Mapping[str, Any]
@@ -152,8 +152,8 @@ class Exchange:
         try:
             # the secrets were shared among all clients with keys, and their threshold depends on this number
             least = settings.least(len(self.keys))
-            told = bound(session(self.round, self.keys), row, received)
-            total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, told)
+            context = bound(session(self.round, self.keys), row, received)
+            total = unmasked(hidden, shares, self.keys, self.seeds, self.sealed, least, context)
             samples = {client: self.link.sizes[client]["train"] for client in hidden}
             # sites add up clipped entries in the vector's first number
             return dict(encoding.stand_ins(total, samples, received)), int(total[0])

@@ -103,12 +103,12 @@ def names(content: "RecordDict") -> list[str]:
 
 def message_digest(content: "RecordDict") -> str:
     """Return a digest of a message's content, equal for a message that is sent twice."""
-    told = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name in names(content):
-        told.update(json.dumps([name, content.config_records[RECORD + name]["tree"]]).encode())
+        digest.update(json.dumps([name, content.config_records[RECORD + name]["tree"]]).encode())
     for array in content.array_records[TENSORS].values():
-        told.update(array.data)
-    return told.hexdigest()
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def unpack(
