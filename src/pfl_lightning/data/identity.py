@@ -207,9 +207,9 @@ def warn_of_shared_rows(keys: Keys, division: Division, may_coincide: Callable[[
         twice = np.isin(mixed(keys[rows] + owners.astype(np.uint64)), train)
         if twice.any():
             # one line, as what spoils the test set mostly spoils the validation set too
-            lines.append(told(split, owners[twice], division))
+            lines.append(described_reuse(split, owners[twice], division))
             break
-    if line := told_between(keys, division, count):
+    if line := described_sharing(keys, division, count):
         lines.append(line)
     if lines and not may_coincide():
         for line in lines:
@@ -235,7 +235,7 @@ def warn_of_spread_groups(groups: Tensor, division: Division, name: str) -> None
         )
 
 
-def told(split: Split, owners: NDArray[np.int64], division: Division) -> str:
+def described_reuse(split: Split, owners: NDArray[np.int64], division: Division) -> str:
     """Return the words for test or validation rows that are also training rows.
 
     Args:
@@ -258,7 +258,7 @@ def told(split: Split, owners: NDArray[np.int64], division: Division) -> str:
     )
 
 
-def told_between(keys: Keys, division: Division, count: int) -> str:
+def described_sharing(keys: Keys, division: Division, count: int) -> str:
     """Return the words for rows that several clients hold; an empty text without such rows.
 
     Rows at one position of the pool are one row, which some settings let several clients be tested on.

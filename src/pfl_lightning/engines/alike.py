@@ -178,10 +178,10 @@ class Alike:
             raise SamplesMeet
         # From the same outputs, as those of the other pass may fall into another class or bin.
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        told = computed_on(self.engine.metrics, wide, samples.y)
+        metrics = computed_on(self.engine.metrics, wide, samples.y)
         task = self.module.task
-        told["loss"] = float(task.loss(wide, samples.y, "sum")) / float(task.weight(samples.y) or math.nan)
-        if told.keys() != values.keys() or not all(map(same, told.values(), (values[name] for name in told))):
+        metrics["loss"] = float(task.loss(wide, samples.y, "sum")) / float(task.weight(samples.y) or math.nan)
+        if metrics.keys() != values.keys() or not all(map(same, metrics.values(), (values[name] for name in metrics))):
             raise SamplesMeet
 
 

@@ -73,7 +73,7 @@ class Auto(Engine):
         """The engine of rounds with too few clients a step for `Vectorised`; None before the first."""
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self._reasons: dict[Engine, str] = {}
-        self._told: set[tuple[str, Engine]] = set()
+        self._choices: set[tuple[str, Engine]] = set()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train with the chosen engine; if the method can't be vectorised, choose another for the remaining clients."""
@@ -204,10 +204,10 @@ class Auto(Engine):
             engine: the engine in use.
         """
         # the engine of the training is told once for both
-        trained = any(each == "trains" for each, _ in self._told)
-        if engine not in self._reasons or (use, engine) in self._told or (use == "evaluates" and trained):
+        trained = any(each == "trains" for each, _ in self._choices)
+        if engine not in self._reasons or (use, engine) in self._choices or (use == "evaluates" and trained):
             return
-        self._told.add((use, engine))
+        self._choices.add((use, engine))
         rank_zero_info(f"trainer.engine='auto' {use} with {type(engine).__name__.lower()}: {self._reasons[engine]}.")
 
 

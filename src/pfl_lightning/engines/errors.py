@@ -91,8 +91,8 @@ def tell_names(error: Exception, label: Callable[[int], str]) -> None:
     notes = getattr(error, "__notes__", [])
     for place, note in enumerate(notes):
         if note.startswith(NOTE):
-            told = re.sub(r"(?<=client )\d+|(?<=clients )\d+(, \d+)*", lambda found: labels(found[0], label), note)
-            error.__notes__ = [*notes[:place], told, *notes[place + 1 :]]
+            text = re.sub(r"(?<=client )\d+|(?<=clients )\d+(, \d+)*", lambda found: labels(found[0], label), note)
+            error.__notes__ = [*notes[:place], text, *notes[place + 1 :]]
 
 
 def labels(ids: str, label: Callable[[int], str]) -> str:

@@ -148,7 +148,7 @@ class ChatData(OwnedData):
         self.client_column, self.split_column = client, split_column
         self.loss_on, self.packing = loss_on, packing
         self.input_shape = (max_length,)
-        self._told: list[tuple[str, str]] = []
+        self._head_lines: list[tuple[str, str]] = []
 
     def load(self) -> Loaded:
         """Read the conversations, and make token numbers of them."""
@@ -325,12 +325,12 @@ class ChatData(OwnedData):
             parts.append(f"{dropped:,} without an answer there left out")
         if lost:
             parts.append(f"clients without any left out: {', '.join(sorted(map(str, lost))[:8])}")
-        self._told = [("texts", "; ".join(parts))]
+        self._head_lines = [("texts", "; ".join(parts))]
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
         """Return the numbers of conversations and tokens, and of rows left out, for the head of a run."""
-        return self._told
+        return self._head_lines
 
     @property
     def agreed(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Merged:
         """Why a part with adapters isn't among ``parts``; empty if there is no such part."""
         self.required = False
         """Whether a refusal refuses the engine, which `Auto` has chosen for the parts."""
-        self._told: set[str] = set()
+        self._reasons: set[str] = set()
         self._of_block: list[Part] = []
 
     def settle(self, slots: Slots) -> None:
@@ -133,8 +133,8 @@ class Merged:
 
     def tell(self) -> None:
         """Log once why adapters are computed under ``vmap``."""
-        if self.reason and self.reason not in self._told:
-            self._told.add(self.reason)
+        if self.reason and self.reason not in self._reasons:
+            self._reasons.add(self.reason)
             rank_zero_info(f"trainer.engine='vectorised' takes vmap for adapters: {self.reason}.")
 
     def refuse(self, reason: str) -> None:
