@@ -118,8 +118,8 @@ def as_call(made: object, shown: Collection[str] = ()) -> str:
         shown: arguments to show even with their defaults.
     """
     parameters, kept = parameters_of(made), kept_arguments(made)
-    told = [name for name in kept if name in parameters and (name in shown or not is_default(kept, parameters, name))]
-    return f"{type(made).__name__}({', '.join(f'{name}={value_text(kept[name])}' for name in told)})"
+    names = [name for name in kept if name in parameters and (name in shown or not is_default(kept, parameters, name))]
+    return f"{type(made).__name__}({', '.join(f'{name}={value_text(kept[name])}' for name in names)})"
 
 
 def is_default(kept: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], name: str) -> bool:

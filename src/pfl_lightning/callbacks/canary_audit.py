@@ -445,14 +445,14 @@ class CanaryAudit(SampleExchange):
             for key, name in (("audited_epsilon", "by guesses"), ("audited_epsilon_gaussian", "by Gaussian noise"))
             if key in found
         }
-        told = " and ".join(f"{bound:.2f} {name}" for name, bound in bounds.items())
-        told = f"CanaryAudit: epsilon of a {found['unit']} is at least {told}, at delta {found['delta']:.2g}"
+        lower = " and ".join(f"{bound:.2f} {name}" for name, bound in bounds.items())
+        line = f"CanaryAudit: epsilon of a {found['unit']} is at least {lower}, at delta {found['delta']:.2g}"
         if (claim := found["epsilon"]) is None:
-            rank_zero_info(f"{told}; there is no guarantee to compare with.")
+            rank_zero_info(f"{line}; there is no guarantee to compare with.")
         elif max(bounds.values()) > claim:
-            rank_zero_warn(f"{told}, and {claim:.2f} is claimed: the guarantee doesn't hold.")
+            rank_zero_warn(f"{line}, and {claim:.2f} is claimed: the guarantee doesn't hold.")
         else:
-            rank_zero_info(f"{told}, within the {claim:.2f} that is claimed.")
+            rank_zero_info(f"{line}, within the {claim:.2f} that is claimed.")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the data module its own samples back, and client modules their own step."""

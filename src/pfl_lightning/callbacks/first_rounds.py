@@ -115,12 +115,12 @@ def comparisons(found: Mapping[str, Tensor], before: StateDict, names: set[str])
         before: entries at the start.
         names: the parameters' names.
     """
-    told: set[bool] = set()
+    changes: set[bool] = set()
     for name in before.keys() & names & found.keys():
-        told.add(not same(found[name], before[name]))
-        if True in told:
+        changes.add(not same(found[name], before[name]))
+        if True in changes:
             break
-    return told
+    return changes
 
 
 def same(found: Tensor, before: Tensor) -> bool:

@@ -268,5 +268,5 @@ def looked_at(engine: Engine, federation: Federation, client: int, split: Split)
         losses += [module.task.loss(output.float(), target, "sum") for output, target in rows]
         if isinstance(module.task, Classification):
             confidences.append(scaled_confidences(outputs, cast(Tensor, y)).cpu())
-    told = torch.cat(confidences).numpy() if confidences else np.empty(0)
-    return torch.stack(losses).double().cpu().numpy(), told
+    confidence = torch.cat(confidences).numpy() if confidences else np.empty(0)
+    return torch.stack(losses).double().cpu().numpy(), confidence

@@ -47,7 +47,7 @@ class RunBar(ProgressBar):
         super().__init__()
         self._enabled = True
         self._drawn = self._working = False
-        self._looked = self._told = -math.inf
+        self._looked = self._printed = -math.inf
         self._done = self._all = self._rounds = self._before = 0
         self._start = self._round_start = 0.0
         self._validation = ""
@@ -95,7 +95,7 @@ class RunBar(ProgressBar):
         else:
             self._show(trainer)
         if self._is_due(trainer):
-            self._told = time.perf_counter()
+            self._printed = time.perf_counter()
             print(", ".join(self._parts(trainer)), flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,7 +119,7 @@ class RunBar(ProgressBar):
             return False
         # a line at each new tenth: ten lines for any number of rounds
         tenths = [10 * done // (trainer.max_epochs or 1) for done in (self._rounds - 1, self._rounds)]
-        return tenths[0] < tenths[1] or time.perf_counter() - self._told > SILENT
+        return tenths[0] < tenths[1] or time.perf_counter() - self._printed > SILENT
 
     def _parts(self, trainer: Trainer) -> list[str]:
         """Return the parts of the line: round, clients, time left, last validation."""

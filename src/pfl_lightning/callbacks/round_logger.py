@@ -408,8 +408,8 @@ def lost_cohorts(status: RunStatus, kept: int, clients: int) -> list[list[int]]:
         clients: number of all clients.
     """
     everybody = [*range(clients)]
-    told = [row.get("cohort") for row in status.rows[kept:]]
-    lost = [everybody if text is None else [*map(int, text.split())] for text in told]
+    cohorts = [row.get("cohort") for row in status.rows[kept:]]
+    lost = [everybody if text is None else [*map(int, text.split())] for text in cohorts]
     # one more may have been under way, unless the run had finished; nobody knows its clients
     ended = status.summary.get("final", {}).get("round") == len(status.rows)
     return lost if ended else [*lost, everybody]

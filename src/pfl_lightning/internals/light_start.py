@@ -41,7 +41,7 @@ def import_torchmetrics() -> None:
         return
     installed = RequirementCache.__bool__
 
-    def told(requirement: RequirementCache) -> bool:
+    def is_available(requirement: RequirementCache) -> bool:
         if str(requirement.requirement).split(">")[0] in LEFT_OUT:
             requirement.available = False
         return installed(requirement)
@@ -51,7 +51,7 @@ def import_torchmetrics() -> None:
     # None in sys.modules makes an import fail at once
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
-        with patch.object(RequirementCache, "__bool__", told):
+        with patch.object(RequirementCache, "__bool__", is_available):
             import torchmetrics  # noqa: F401
     finally:
         for name in hidden:

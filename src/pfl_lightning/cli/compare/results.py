@@ -320,17 +320,17 @@ def unequal_work(methods: Mapping[str, Sequence[Result]]) -> list[str]:
         methods: finished runs by method.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items() if results}
-    notes, told = [], dict[str, float]()
+    notes, previous = [], dict[str, float]()
     for name, words in ((STEPS, "makes {} times the local steps of"), (SAMPLES, "reads {} times the samples of")):
-        found = factors(summaries, name)
-        usual = next((m for m, got in summaries.items() if m not in found and got.get(name, (0.0,))[0]), "")
+        ratios = factors(summaries, name)
+        usual = next((m for m, got in summaries.items() if m not in ratios and got.get(name, (0.0,))[0]), "")
         # samples are worth a sentence where they aren't in proportion to steps
-        new = {m: k for m, k in found.items() if not told.get(m, 1) / EQUAL <= k <= EQUAL * told.get(m, 1)}
+        new = {m: k for m, k in ratios.items() if not previous.get(m, 1) / EQUAL <= k <= EQUAL * previous.get(m, 1)}
         if new:
             (first, most), *others = sorted(new.items(), key=lambda pair: -pair[1])
             more = "".join(f", {method} {times:.3g} times" for method, times in others)
             notes.append(f"Unequal work: {first} {words.format(f'{most:.3g}')} {usual}{more}.")
-        told = found
+        previous = ratios
     return notes
 
 
