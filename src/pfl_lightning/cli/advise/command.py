@@ -551,26 +551,26 @@ class Tournament:
     @property
     def notes(self) -> list[str]:
         """Return sentences on methods left out, rounds, learning rates and budget."""
-        found = [f"{label} is left out: {why}" for label, why in self.left_out.items()]
+        sentences = [f"{label} is left out: {why}" for label, why in self.left_out.items()]
         rounds = f"{self.rounds} rounds a run"
         if self.rounds < self.configured:
             rounds += f", of {self.configured} configured ones: the budget holds no more"
-        found.append(f"{rounds}; all figures are of the last round.")
+        sentences.append(f"{rounds}; all figures are of the last round.")
         if self.rates:
             chosen = "; ".join(f"{label} {trial.name}" for label, trial in self.chosen.items() if trial.settings)
             seeds = sorted({int(row["seed"]) for row in self.trials})
-            found.append(
+            sentences.append(
                 f"Learning rates tried at seeds that aren't in the tables ({', '.join(map(str, seeds))}): "
                 f"{', '.join(self.rates)}. Chosen on validation: {chosen}."
             )
             grids = {label: {RATE: list(tried)} for label, tried in self.tried.items()}
             edges = [label for label, trial in self.chosen.items() if at_edge(trial, grids[label])]
             if edges:
-                found.append(f"At the edge of the rates tried, so that others may be better: {', '.join(edges)}.")
+                sentences.append(f"At the edge of the rates tried, so that others may be better: {', '.join(edges)}.")
         else:
-            found.append("Learning rates are the configured ones: nothing was tuned.")
-        found.append(f"Budget {self.budget}; spent {self.budget.words(self.budget.amount - self.left)}.")
-        return found
+            sentences.append("Learning rates are the configured ones: nothing was tuned.")
+        sentences.append(f"Budget {self.budget}; spent {self.budget.words(self.budget.amount - self.left)}.")
+        return sentences
 
 
 def parse(args: list[str]) -> tuple[Namespace, list[str]]:

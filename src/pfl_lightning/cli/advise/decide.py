@@ -97,14 +97,14 @@ def scores_of(results: Sequence[Result], part: Split, folds: int, least: int = 0
         least: fewest rows of a site; sites with fewer are left out.
         at_once: whether as many rows are needed in each fold, as for a metric that is no mean over rows.
     """
-    found = row_scores(results, part)
-    if not found:
+    scores = row_scores(results, part)
+    if not scores:
         # a mean alone doesn't tell of how many rows it is
-        found, least = {key: Scores(np.array([value]), 1) for key, value in of_clients(results, part).items()}, 0
+        scores, least = {key: Scores(np.array([value]), 1) for key, value in of_clients(results, part).items()}, 0
     if at_once or part == "test" or folds == 1:
-        found = {key: each for key, each in found.items() if each.rows >= least}
+        scores = {key: each for key, each in scores.items() if each.rows >= least}
     if part == "test" or folds == 1:
-        return found
+        return scores
     seeds = defaultdict(set)
     for result in results:
         seeds[(result.run.seed - 1) // folds].add(result.run.seed)
@@ -112,8 +112,8 @@ def scores_of(results: Sequence[Result], part: Split, folds: int, least: int = 0
     for repeat, own in seeds.items():
         if len(own) < folds and repeat:
             continue
-        for site in dict.fromkeys(site for _, site in found):
-            parts = [found[seed, site] for seed in sorted(own) if (seed, site) in found]
+        for site in dict.fromkeys(site for _, site in scores):
+            parts = [scores[seed, site] for seed in sorted(own) if (seed, site) in scores]
             if parts:
                 values = np.concatenate([each.values for each in parts])
                 repeats[repeat, site] = Scores(values, sum(each.rows for each in parts))
@@ -217,11 +217,11 @@ def picks(
         sites: names of the sites.
         by: how sites count over all of them.
     """
-    overall, found = answer(rows, reference, monitor, by), []
+    overall, advice = answer(rows, reference, monitor, by), []
     by_site = {method: split(each) for method, each in rows.items()}
     for site in sites:
-        own = {method: each.get(site, {}) for method, each in by_site.items()}
-        here = answer(own, reference, monitor)
+        at_site = {method: each.get(site, {}) for method, each in by_site.items()}
+        here = answer(at_site, reference, monitor)
         kept = [m for m in overall.clear if m not in here.gains or not is_ahead(negative(here.gains[m]))]
         verdict = Verdict.NOT_BETTER
         if here.verdict is Verdict.BETTER:
@@ -238,11 +238,11 @@ def picks(
             method, verdict, reason = reference, Verdict.UNKNOWN, "too few rows"
         level = tuple(
             other
-            for other, each in own.items()
-            if other != method and each and not is_ahead(gain_of(own.get(method, {}), each))
+            for other, each in at_site.items()
+            if other != method and each and not is_ahead(gain_of(at_site.get(method, {}), each))
         )
-        found.append(Pick(site, method, verdict, reason, here.gains.get(method), level))
-    return found
+        advice.append(Pick(site, method, verdict, reason, here.gains.get(method), level))
+    return advice
 
 
 def negative(gain: Difference) -> Difference:

@@ -68,19 +68,19 @@ class Look:
     def lines(self) -> list[tuple[str, str]]:
         """Return the facts in words, each a name and a text."""
         sizes = [("training", self.train), ("validation", self.val), ("test", self.test)]
-        found = [("clients", str(len(self.clients)))]
-        found += [
+        facts = [("clients", str(len(self.clients)))]
+        facts += [
             (f"{name} rows a client", f"{min(rows)} to {max(rows)}, median {median(rows):g}") for name, rows in sizes
         ]
-        found.append(("labels", share_in_words(self.labels, "labels")))
+        facts.append(("labels", share_in_words(self.labels, "labels")))
         if self.nearest is not None:
-            found.append(("nearest peer", f"at {100 * self.nearest:.0f} % of the mean distance of two label mixes"))
-        found.append(("inputs", share_in_words(self.inputs, "inputs")))
+            facts.append(("nearest peer", f"at {100 * self.nearest:.0f} % of the mean distance of two label mixes"))
+        facts.append(("inputs", share_in_words(self.inputs, "inputs")))
         if self.relation is None:
-            found.append(("relation of inputs to labels", "none found within clients by a linear look"))
+            facts.append(("relation of inputs to labels", "none found within clients by a linear look"))
         else:
-            found.append(("relation of inputs to labels", f"{100 * self.relation:.0f} % of it is each client's own"))
-        return found
+            facts.append(("relation of inputs to labels", f"{100 * self.relation:.0f} % of it is each client's own"))
+        return facts
 
 
 def share_in_words(share: float | None, what: str) -> str:
@@ -258,26 +258,26 @@ def suggested(look: Look, net: Net, task: Task) -> dict[str, str]:
         net: the clients' net.
         task: the data's task.
     """
-    found = {
+    reasons = {
         "local": "the reference: each client trains alone",
         "fedavg": "one model for all",
         "fedavg+tuned/fine_tuned": "one model for all, then trained by each client: the simplest personal one",
     }
     has_features = any(parameter.requires_grad for parameter in net.features.parameters())
     if has_features:
-        found["fedper"] = "shared features, personal classifiers"
-    found["ditto"] = "a personal model held near the common one"
+        reasons["fedper"] = "shared features, personal classifiers"
+    reasons["ditto"] = "a personal model held near the common one"
     if task.has_classes or type(task) is Regression:
-        found["knn_per"] = "one model for all, whose predictions are mixed with those of a client's nearest rows"
+        reasons["knn_per"] = "one model for all, whose predictions are mixed with those of a client's nearest rows"
     peers = (look.relation or 0) >= UNLIKE_RELATION
     differ = "labels mean other inputs at other clients" if peers else "clients may be of two kinds"
-    found["ifca"] = f"{differ}: two models, of which each client trains the one that fits"
+    reasons["ifca"] = f"{differ}: two models, of which each client trains the one that fits"
     if len(look.clients) <= FEW:
-        found["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
+        reasons["apfl"] = f"{len(look.clients)} clients are few: a personal mixture of both models"
     if (look.inputs or 0) >= SHIFTED and any(isinstance(layer, BatchNorm) for layer in net.modules()):
-        found["fedbn"] = "clients' inputs are shifted, and the net has BatchNorm layers to keep personal"
+        reasons["fedbn"] = "clients' inputs are shifted, and the net has BatchNorm layers to keep personal"
     if look.nearest is not None and (look.labels or 0) >= UNLIKE:
-        found["cwfedavg"] = "clients' labels are unlike: averages by class"
+        reasons["cwfedavg"] = "clients' labels are unlike: averages by class"
         if has_features and look.nearest <= NEAR:
-            found["fedrema"] = "clients have near peers by labels: classifiers from these"
-    return found
+            reasons["fedrema"] = "clients have near peers by labels: classifiers from these"
+    return reasons

@@ -125,7 +125,7 @@ class Advice:
     @cached_property
     def out(self) -> dict[Split, dict[str, str]]:
         """Why sites have no gain by rows of a split, by split and site."""
-        found: dict[Split, dict[str, str]] = {}
+        reasons: dict[Split, dict[str, str]] = {}
         for part, _ in PARTS:
             there = {site for rows in self.scores[part].values() for _, site in rows}
             valued = {site for each in self.results.values() for _, site in of_clients(each, part)}
@@ -135,7 +135,7 @@ class Advice:
             sizes = self.look.test if part == "test" else self.look.val
             if part == "val" and self.folds > 1 and not self.at_once:
                 sizes = [sum(both) for both in zip(self.look.train, self.look.val, strict=True)]
-            found[part] = {
+            reasons[part] = {
                 site: f"no value: {missing.get(site, 'it has no rows')}"
                 if site not in valued
                 else f"{rows} rows{of}, fewer than {LEAST}"
@@ -144,21 +144,21 @@ class Advice:
                 for site, rows in zip(self.look.clients, sizes, strict=True)
                 if site not in there
             }
-        return found
+        return reasons
 
     def left_out(self) -> list[str]:
         """Return a sentence for each split in which some sites don't count."""
-        found = []
+        sentences = []
         for part, words in PARTS:
             sites = self.out[part]
             if sites and len(sites) < len(self.look.clients):
                 listing = listed([f"{site} ({why})" for site, why in [*sites.items()][:FEW]])
                 rest = f", and {len(sites) - FEW} more" if len(sites) > FEW else ""
                 counting = len(self.look.clients) - len(sites)
-                found.append(
+                sentences.append(
                     f"By {words} rows {counting} of {len(self.look.clients)} sites count; left out: {listing}{rest}."
                 )
-        return found
+        return sentences
 
     @cached_property
     def overall(self) -> Answer:
@@ -209,36 +209,36 @@ class Advice:
         """Return the page, piece by piece: the answer, the tables, and an appendix with the statistics."""
         more = "more" if self.monitor.mode == "max" else "less"
         unit = "accuracy in per cent, gains in points" if self.monitor.metric == "acc" else self.monitor.metric
-        found: list[Piece] = [("text", sentence) for sentence in self.answer()]
-        found.append(("heading", "Site by site"))
+        pieces: list[Piece] = [("text", sentence) for sentence in self.answer()]
+        pieces.append(("heading", "Site by site"))
         if len(self.rows) > MANY:
             counts = Counter((pick.method, pick.reason) for pick in self.picks).most_common()
-            found.append(("table", [["take", "why", "sites"], *([*each, str(number)] for each, number in counts)]))
-            found.append(("text", f"The lines of all {len(self.rows)} sites are in advice.csv."))
+            pieces.append(("table", [["take", "why", "sites"], *([*each, str(number)] for each, number in counts)]))
+            pieces.append(("text", f"The lines of all {len(self.rows)} sites are in advice.csv."))
         else:
-            found.append(("table", [list(self.rows[0]), *([*map(str, row.values())] for row in self.rows)]))
+            pieces.append(("table", [list(self.rows[0]), *([*map(str, row.values())] for row in self.rows)]))
         sizes = "train and validate in turn, and rows that test" if self.folds > 1 else "train, validate and test"
-        found.append(("text", LEGEND.format(sizes=sizes, alone=self.alone)))
-        found += [("heading", "Over all sites"), ("table", self.table())]
-        found.append(("text", f"Means of sites, where {COUNTING[self.by['val']]}: {unit}; {more} is better."))
-        found += [("text", sentence) for sentence in self.left_out()]
-        found += [("heading", "To know better"), *self.better()]
-        found.append(("heading", "Appendix: how this was found"))
-        found.append(("text", RULE.format(reference=self.reference, least=self.least, sites=COUNTING[self.by["val"]])))
-        found += [("text", INTERVALS), ("lines", self.look.lines)]
-        found.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
-        return [*found, *(("text", note) for note in self.notes)]
+        pieces.append(("text", LEGEND.format(sizes=sizes, alone=self.alone)))
+        pieces += [("heading", "Over all sites"), ("table", self.table())]
+        pieces.append(("text", f"Means of sites, where {COUNTING[self.by['val']]}: {unit}; {more} is better."))
+        pieces += [("text", sentence) for sentence in self.left_out()]
+        pieces += [("heading", "To know better"), *self.better()]
+        pieces.append(("heading", "Appendix: how this was found"))
+        pieces.append(("text", RULE.format(reference=self.reference, least=self.least, sites=COUNTING[self.by["val"]])))
+        pieces += [("text", INTERVALS), ("lines", self.look.lines)]
+        pieces.append(("table", [["method", "takes part as"], *map(list, self.reasons.items())]))
+        return [*pieces, *(("text", note) for note in self.notes)]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """A line of the table for each site."""
         test = {method: split(rows) for method, rows in self.scores["test"].items()}
-        found = []
+        lines = []
         for place, pick in enumerate(self.picks):
             own, base = (test.get(method, {}).get(pick.site, {}) for method in (pick.method, self.reference))
             tested = None if pick.method == self.reference else gain_of(own, base)
             train, val, tests = (sizes[place] for sizes in (self.look.train, self.look.val, self.look.test))
-            found.append(
+            lines.append(
                 {
                     "site": pick.site,
                     "rows": f"{train + val}/{tests}" if self.folds > 1 else f"{train}/{val}/{tests}",
@@ -250,7 +250,7 @@ class Advice:
                     "can't be told from": ", ".join(pick.level) or ("any" if pick.site in self.out["val"] else "none"),
                 }
             )
-        return found
+        return lines
 
     def _gain(self, gain: Difference | None, site: str, part: Split) -> str:
         return self.out[part].get(site, "") if gain is None else interval(gain, self.monitor)
@@ -260,29 +260,29 @@ class Advice:
         overall, rows = self.overall, f"{self.validated:,} validation rows"
         if overall.verdict is Verdict.BETTER:
             gain = self.amount(overall.gains[overall.method].mean)
-            found = [f"Use {overall.method}: over all sites it gains {gain} over {self.alone}, by {rows}."]
-            found.append(f"Better than {self.alone}: {self.named(overall.clear, overall.gains)}.")
+            sentences = [f"Use {overall.method}: over all sites it gains {gain} over {self.alone}, by {rows}."]
+            sentences.append(f"Better than {self.alone}: {self.named(overall.clear, overall.gains)}.")
         else:
             take = "Train alone" if self.alone != self.reference else f"Take {self.reference}"
             shown = smallest_shown(overall)
             if overall.verdict is Verdict.NOT_BETTER:
-                found = [f"{take}: no method gains {self.least} or more, by {rows}."]
+                sentences = [f"{take}: no method gains {self.least} or more, by {rows}."]
             elif math.isnan(shown):
-                found = [f"{take} for now: {rows} can't show any gain."]
+                sentences = [f"{take} for now: {rows} can't show any gain."]
             else:
-                found = [f"{take} for now: {rows} cannot show a gain below about {self.amount(shown, 2)}."]
+                sentences = [f"{take} for now: {rows} cannot show a gain below about {self.amount(shown, 2)}."]
             if overall.gains:
                 best = max(overall.gains, key=lambda method: overall.gains[method].mean)
-                found.append(f"The largest mean gain is that of {self.named([best], overall.gains)}.")
+                sentences.append(f"The largest mean gain is that of {self.named([best], overall.gains)}.")
         others = [pick for pick in self.picks if pick.method != overall.method]
         if others:
             listing = listed([f"{pick.site} ({pick.method}: {pick.reason})" for pick in others[:FEW]])
             rest = f", and {len(others) - FEW} more" if len(others) > FEW else ""
-            found.append(f"Other advice for {len(others)} of {len(self.picks)} sites: {listing}{rest}.")
+            sentences.append(f"Other advice for {len(others)} of {len(self.picks)} sites: {listing}{rest}.")
         worse = [method for method, one in overall.gains.items() if is_ahead(negative(one))]
         if worse:
-            found.append(f"Worse than {self.alone}: {self.named(worse, overall.gains)}.")
-        return [*found, *self.on_test()]
+            sentences.append(f"Worse than {self.alone}: {self.named(worse, overall.gains)}.")
+        return [*sentences, *self.on_test()]
 
     def on_test(self) -> list[str]:
         """Return what test rows say about the advice."""
@@ -294,9 +294,9 @@ class Advice:
             own = self.scores["test"].get(pick.method, {})
             mixed |= {key: scores for key, scores in own.items() if key[1] == pick.site}
         together = gain_of(mixed, self.scores["test"].get(self.reference, {}), self.by["test"])
-        found = []
+        sentences = []
         if together is not None and any(pick.method != self.reference for pick in self.picks):
-            found.append(
+            sentences.append(
                 f"Each site with its advised method gains {interval(together, self.monitor)} over {self.alone} on test "
                 "rows, which had no part in the choice."
             )
@@ -304,7 +304,7 @@ class Advice:
         lost = [m for m in self.overall.clear[:1] if m in tested and is_ahead(negative(tested[m]))]
         words = [f"better than {self.alone} there: {self.named(better, tested)}"] if better else []
         words += [f"worse there: {self.named(lost, tested)}"] if lost else []
-        return [*found, DISAGREE.format(tested="; ".join(words))] if words else found
+        return [*sentences, DISAGREE.format(tested="; ".join(words))] if words else sentences
 
     def named(self, methods: Sequence[str], gains: Mapping[str, Difference]) -> str:
         """Return methods with their gains, in words."""
@@ -338,14 +338,14 @@ class Advice:
         seeds = len({result.run.seed for results in self.results.values() for result in results})
         count = (self.repeats + 1) * self.folds if self.folds > 1 else seeds + max(2, seeds)
         words = f"{count} seeds in place of {seeds} cost about {self.cost(count - seeds)} more; finished runs count."
-        known = {method: one for method, one in self.overall.gains.items() if not math.isnan(one.half)}
-        if known:
-            best = max(known, key=lambda method: known[method].mean)
+        bounded = {method: one for method, one in self.overall.gains.items() if not math.isnan(one.half)}
+        if bounded:
+            best = max(bounded, key=lambda method: bounded[method].mean)
             # without the variance of training runs, which is what further seeds take away
             base = self.scores["val"][self.reference]
             rows = gain_of(over_repeats(self.scores["val"][best]), over_repeats(base), self.by["val"])
-            if self.repeats > 1 and rows is not None and known[best].half > 0:
-                least = min(1.0, rows.half / known[best].half)
+            if self.repeats > 1 and rows is not None and bounded[best].half > 0:
+                least = min(1.0, rows.half / bounded[best].half)
                 words = (
                     f"About {100 * least:.0f} % of the width of {best}'s interval is of the rows at hand, and stays "
                     f"with any number of seeds: four times as many rows would halve it. {words}"
@@ -410,45 +410,45 @@ def listed(words: Sequence[str]) -> str:
 
 def as_text(parts: Sequence[Piece]) -> str:
     """Return the page for a terminal."""
-    found = []
+    blocks = []
     for kind, content in parts:
         if kind == "table":
-            found.append(text_table(content))
+            blocks.append(text_table(content))
         elif kind in ("lines", "code"):
-            found.append(labelled(content) if kind == "lines" else f"    {content}")
+            blocks.append(labelled(content) if kind == "lines" else f"    {content}")
         else:
             words = fill(" ".join(content.split()), 120, break_on_hyphens=False, break_long_words=False)
-            found.append(f"{content}\n{'-' * len(content)}" if kind == "heading" else words)
-    return "\n\n".join(found)
+            blocks.append(f"{content}\n{'-' * len(content)}" if kind == "heading" else words)
+    return "\n\n".join(blocks)
 
 
 def as_markdown(title: str, parts: Sequence[Piece]) -> str:
     """Return the page in Markdown."""
-    found = [f"# {title}"]
+    blocks = [f"# {title}"]
     for kind, content in parts:
         if kind == "table":
-            found.append(markdown_table(content))
+            blocks.append(markdown_table(content))
         elif kind == "lines":
-            found.append("\n".join(f"* {name}: {value}" for name, value in content))
+            blocks.append("\n".join(f"* {name}: {value}" for name, value in content))
         elif kind == "code":
-            found.append(f"    {content}")
+            blocks.append(f"    {content}")
         else:
-            found.append(f"## {content}" if kind == "heading" else " ".join(content.split()))
-    return "\n\n".join([*found, "![Gains by site on test rows](advice.png)"]) + "\n"
+            blocks.append(f"## {content}" if kind == "heading" else " ".join(content.split()))
+    return "\n\n".join([*blocks, "![Gains by site on test rows](advice.png)"]) + "\n"
 
 
 def as_html(title: str, parts: Sequence[Piece], picture: str) -> str:
     """Return the page as HTML, without links to other files."""
-    found = []
+    blocks = []
     for kind, content in parts:
         if kind == "table":
-            found.append(f"<table>{html_table(content, ())}</table>")
+            blocks.append(f"<table>{html_table(content, ())}</table>")
         elif kind == "code":
-            found.append(f"<pre>{escape(content)}</pre>")
+            blocks.append(f"<pre>{escape(content)}</pre>")
         elif kind == "lines":
-            found.append(f"<ul>{''.join(f'<li>{escape(name)}: {escape(value)}</li>' for name, value in content)}</ul>")
+            blocks.append(f"<ul>{''.join(f'<li>{escape(name)}: {escape(value)}</li>' for name, value in content)}</ul>")
         else:
             tag = "h2" if kind == "heading" else "p"
-            found.append(f"<{tag}>{escape(' '.join(content.split()))}</{tag}>")
+            blocks.append(f"<{tag}>{escape(' '.join(content.split()))}</{tag}>")
     head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n{STYLE}'
-    return "\n".join([head, f"<h1>{escape(title)}</h1>", *found, picture, "</html>", ""])
+    return "\n".join([head, f"<h1>{escape(title)}</h1>", *blocks, picture, "</html>", ""])
