@@ -34,7 +34,7 @@ def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
     Returns:
         In a fork the arguments of its program; in this process None, at the end.
     """
-    own, running = os.getpid(), set[int]()
+    parent, running = os.getpid(), set[int]()
     # a byte for each module, in memory shared with the forks
     imported = mmap.mmap(-1, len(later) + 1)
     with suppress(EOFError, ConnectionError):
@@ -49,7 +49,7 @@ def serve(connection: Connection, later: Sequence[str]) -> list[str] | None:
                         gc.freeze()
                 pid = fork()
                 if pid == 0:
-                    become(output, environment, own)
+                    become(output, environment, parent)
                     atexit.register(note, imported, later)
                     connection.close()
                     return list(arguments)

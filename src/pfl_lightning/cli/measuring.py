@@ -208,7 +208,7 @@ def describe(method: Method) -> dict[str, str]:
     federation = fit(method, data, net, traffic, max_rounds=2)
     model = num_bytes(net(data.input_shape, data.num_classes).state_dict())
     # personal payloads: clients receive different bytes
-    own = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
+    differ = len({digest(federation.aggregator.download(client)) for client in range(CLIENTS)}) > 1
     payload = federation.aggregator.download(0)
     # entries sent once per run stay with the client, though the aggregator counts them as payload
     kept = {name: payload[name] for name in federation.aggregator.sends_once if name in payload}
@@ -229,7 +229,7 @@ def describe(method: Method) -> dict[str, str]:
         bodies = [net_of(method.client, body) for body in bodies]
     return facts(method) | {
         "up": amount(federation.metrics["bytes/up"] / CLIENTS / model, traffic.up),
-        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + own * " of its own",
+        "down": amount(federation.metrics["bytes/down"] / CLIENTS / model, traffic.down) + differ * " of its own",
         "stays": amount(num_bytes(personal) / model, parts),
         "weighs by samples": max(traffic.weighs, key=("", "no", "yes").index),
         "needs": ", ".join(name for name, needed in needs.items() if needed),

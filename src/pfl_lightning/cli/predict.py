@@ -94,12 +94,12 @@ def main(args: list[str]) -> int:
         raise UsageError("predict: --client is missing: give names of clients, or all, or --client_column.")
     clients = None if options.client in (None, ["all"]) else options.client
     if at_site:
-        found = predictions_at_site(options, file, config, rows, clients)
+        results = predictions_at_site(options, file, config, rows, clients)
     else:
-        found = predictions(path, file, config, rows, clients)
-    write(options.out, found, {} if rows is None else rows.places)
-    count = len(found)
-    print(f"{sum(map(len, found.values()))} predictions of {count} client{'s' * (count != 1)}: {options.out}")
+        results = predictions(path, file, config, rows, clients)
+    write(options.out, results, {} if rows is None else rows.places)
+    count = len(results)
+    print(f"{sum(map(len, results.values()))} predictions of {count} client{'s' * (count != 1)}: {options.out}")
     return 0
 
 
@@ -194,12 +194,12 @@ def part_of(config: Mapping[str, Any], part: str) -> dict[str, Any]:
     Raises:
         UsageError: if the part is neither settings nor a text.
     """
-    found = config.get(part) or {}
-    if isinstance(found, str):
-        return {"class_path": found}
-    if not isinstance(found, dict):
-        raise UsageError(f"predict: {part}={found!r} of the configuration must be settings by name.")
-    return found
+    settings = config.get(part) or {}
+    if isinstance(settings, str):
+        return {"class_path": settings}
+    if not isinstance(settings, dict):
+        raise UsageError(f"predict: {part}={settings!r} of the configuration must be settings by name.")
+    return settings
 
 
 def settings_of_data(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,13 +339,13 @@ def predictions_at_site(
         raise UsageError(
             f"predict: client {strangers[0]} is not at this site; {options.state_dir} has {', '.join(models)}."
         )
-    found: dict[int | str, Predictions] = {}
+    results: dict[int | str, Predictions] = {}
     for client in asked:
         own = rows
         if rows is not None and rows.places:
             own = Rows(rows.of_clients[client], {})
-        found |= predictions(models[client], file, config, own, [client])
-    return found
+        results |= predictions(models[client], file, config, own, [client])
+    return results
 
 
 def predictions(
@@ -413,18 +413,18 @@ def class_of(config: Mapping[str, Any], part: str, room: Any) -> Any:
         ) from error
 
 
-def write(path: Path, found: Mapping[int | str, Predictions], places: Mapping[str, list[int]]) -> None:
+def write(path: Path, results: Mapping[int | str, Predictions], places: Mapping[str, list[int]]) -> None:
     """Write predictions as a CSV file: row, client, prediction, and probabilities of classes.
 
     Args:
         path: the file, replaced if it exists.
-        found: predictions by client.
+        results: predictions by client.
         places: by client, the numbers of its rows; empty if each client has all rows.
     """
     lines: list[tuple[int, dict[str, Any]]] = []
     # clients come back in the order of the request, and a name may have become another form of itself
-    numbers: Iterable[Any] = places.values() if places else (range(len(each)) for each in found.values())
-    for (client, each), rows in zip(found.items(), numbers, strict=True):
+    numbers: Iterable[Any] = places.values() if places else (range(len(each)) for each in results.values())
+    for (client, each), rows in zip(results.items(), numbers, strict=True):
         columns = each.columns()
         for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
             lines.append((row, {"row": row, "client": client, **dict(zip(columns, map(shown, cells), strict=True))}))

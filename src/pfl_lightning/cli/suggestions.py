@@ -46,20 +46,20 @@ def nearest_option(key: str, options: Iterable[str]) -> str:
         key: the option, without dashes.
         options: all valid options, without dashes.
     """
-    known = set(options)
+    valid = set(options)
     # the right name in the wrong place is the most common mistake: max_rounds for trainer.max_rounds
-    if elsewhere := [option for option in sorted(known) if option.endswith(f".{key}")]:
+    if elsewhere := [option for option in sorted(valid) if option.endswith(f".{key}")]:
         return f"; did you mean {elsewhere[0]}?"
     if key in RATES:
         return f"; did you mean model.optimizer.{RATES[key]}?"
     # a single word of the name, such as rounds for trainer.max_rounds
-    if elsewhere := [option for option in sorted(known) if key in option.rpartition(".")[2].split("_")][:2]:
+    if elsewhere := [option for option in sorted(valid) if key in option.rpartition(".")[2].split("_")][:2]:
         return f"; did you mean {' or '.join(elsewhere)}?"
     parts = key.split(".")
     # compared with names beside it only: close names elsewhere in the tree would mislead
     for depth, part in enumerate(parts):
         prefix = "".join(f"{parent}." for parent in parts[:depth])
-        names = {option.removeprefix(prefix).split(".")[0] for option in known if option.startswith(prefix)}
+        names = {option.removeprefix(prefix).split(".")[0] for option in valid if option.startswith(prefix)}
         if part not in names:
             return suggestion(part, names, prefix)
     return "."

@@ -138,19 +138,19 @@ class Fit:
     """
 
     def __init__(self, run: Run, environment: Mapping[str, str], starter: Starter | None) -> None:
-        own = {**environment, "WANDB_NAME": f"{run.method} seed {run.seed}"}
+        variables = {**environment, "WANDB_NAME": f"{run.method} seed {run.seed}"}
         self.process: Forked | subprocess.Popen[bytes]
         with ExitStack() as stack:
             stack.enter_context(held(run.folder))
             if starter:
-                self.process = starter.start(run.command, run.output, own)
+                self.process = starter.start(run.command, run.output, variables)
             else:
                 output = stack.enter_context(run.output.open("wb"))
                 # ends if this process is killed
                 program = [sys.executable, "-m", "pfl_lightning.stopping", str(os.getpid()), PROGRAM]
                 self.process = subprocess.Popen(
                     [*program, *run.command],
-                    env={**os.environ, **own},
+                    env={**os.environ, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

@@ -218,14 +218,14 @@ def two_way_interval(pairs: Mapping[int, Mapping[str, float]]) -> tuple[float, f
     Args:
         pairs: differences by seed and client, at least one.
     """
-    mean = fmean(fmean(own.values()) for own in pairs.values())
+    mean = fmean(fmean(of_seed.values()) for of_seed in pairs.values())
     by_seed: dict[int, float] = {}
     by_client: dict[str, float] = {}
     single = 0.0
-    for seed, own in pairs.items():
-        for client, pair in own.items():
+    for seed, of_seed in pairs.items():
+        for client, pair in of_seed.items():
             # a difference's part in the mean's error: clients count alike within a seed, and seeds count alike
-            part = (pair - mean) / (len(own) * len(pairs))
+            part = (pair - mean) / (len(of_seed) * len(pairs))
             by_seed[seed] = by_seed.get(seed, 0.0) + part
             by_client[client] = by_client.get(client, 0.0) + part
             single += part**2
@@ -236,10 +236,10 @@ def two_way_interval(pairs: Mapping[int, Mapping[str, float]]) -> tuple[float, f
         len(parts) / (len(parts) - 1) * sum(part**2 for part in parts)
         for parts in ([*by_seed.values()], [*by_client.values()])
     )
-    if not any(pair for own in pairs.values() for pair in own.values()):
+    if not any(pair for of_seed in pairs.values() for pair in of_seed.values()):
         return mean, math.nan, math.nan
     error = math.sqrt(max(seeds, clients, seeds + clients - count / (count - 1) * single))
-    if error <= 1e-9 * max(abs(pair) for own in pairs.values() for pair in own.values()):
+    if error <= 1e-9 * max(abs(pair) for of_seed in pairs.values() for pair in of_seed.values()):
         error = rounding(mean) / math.sqrt(freedom + 1)
     return mean, *student(mean, error, freedom)
 
@@ -392,7 +392,7 @@ def gains_of(
         return {}
     if population != "samples" and by == "client":
         return differences_to(clients, reference, population)
-    found: dict[str, Difference] = {}
+    gains: dict[str, Difference] = {}
     base = row_scores(methods[reference])
     for method in clients:
         if method == reference:
@@ -405,18 +405,18 @@ def gains_of(
             values = weighted_gains(methods[method], methods[reference])
             estimate = t_interval(values) if values else None
         if estimate is not None and pair is not None:
-            found[method] = Difference(*estimate, pair.better)
-    return marked(found)
+            gains[method] = Difference(*estimate, pair.better)
+    return marked(gains)
 
 
-def marked(found: Mapping[str, Difference]) -> dict[str, tuple[Difference, bool]]:
+def marked(differences: Mapping[str, Difference]) -> dict[str, tuple[Difference, bool]]:
     """Return each difference, and whether it holds among all of them.
 
     Args:
-        found: the differences to the reference by method.
+        differences: the differences to the reference by method.
     """
-    adjusted = holm([one.probability for one in found.values()])
-    return {method: (one, p < LEVEL) for (method, one), p in zip(found.items(), adjusted, strict=True)}
+    adjusted = holm([one.probability for one in differences.values()])
+    return {method: (one, p < LEVEL) for (method, one), p in zip(differences.items(), adjusted, strict=True)}
 
 
 def weighted_gains(results: Sequence[Result], reference: Sequence[Result]) -> list[float]:

@@ -54,7 +54,7 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         MisconfigurationException: if a word has another form, or a setting is given twice.
     """
-    found: dict[str, list[str]] = {}
+    grid: dict[str, list[str]] = {}
     for word in words:
         name, _, values = word.lstrip("-").partition("=")
         given = [value for value in values.split(",") if value]
@@ -63,10 +63,10 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
                 f"compare: --tune {word} must be a setting with values to try, such as "
                 "model.init_args.optimizer.init_args.lr=0.01,0.1."
             )
-        if name in found:
+        if name in grid:
             raise MisconfigurationException(f"compare: --tune {name} is given twice; give all of its values in one.")
-        found[name] = list(dict.fromkeys(given))
-    return found
+        grid[name] = list(dict.fromkeys(given))
+    return grid
 
 
 def trials(tried: Mapping[str, Sequence[str]]) -> list[Trial]:
@@ -93,7 +93,7 @@ def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence
     """
     # a command line that is refused without the setting shows nothing about it; the method's runs fail with the reason
     readable = [method for method in arguments if complaint(arguments[method]) is None]
-    found: dict[str, list[str]] = {method: [] for method in arguments}
+    settings: dict[str, list[str]] = {method: [] for method in arguments}
     for name, values in tried.items():
         unknown = {}
         for method in readable:
@@ -110,8 +110,8 @@ def missing(arguments: Mapping[str, Sequence[str]], tried: Mapping[str, Sequence
             sentence = max(map(str, unknown.values()), key=lambda said: "did you mean" in said)
             raise MisconfigurationException(f"compare: --tune {name} is a setting of no method here: {sentence}")
         for method in unknown:
-            found[method].append(name)
-    return found
+            settings[method].append(name)
+    return settings
 
 
 def best(tried: Sequence[tuple[Trial, Sequence[Run]]]) -> tuple[Trial, float, int] | None:
@@ -124,11 +124,11 @@ def best(tried: Sequence[tuple[Trial, Sequence[Run]]]) -> tuple[Trial, float, in
         None if no trial has a value; of equally good trials the first.
     """
     # a trial that diverged has no value, or NaN, and can't be compared
-    found = [(trial, *valued) for trial, runs in tried if (valued := mean_of(runs)) and not isnan(valued[0])]
-    if not found:
+    candidates = [(trial, *valued) for trial, runs in tried if (valued := mean_of(runs)) and not isnan(valued[0])]
+    if not candidates:
         return None
-    trial, value, _ = max(found, key=lambda each: each[2] * each[1])
-    return trial, value, len(found)
+    trial, value, _ = max(candidates, key=lambda each: each[2] * each[1])
+    return trial, value, len(candidates)
 
 
 def mean_of(runs: Sequence[Run]) -> tuple[float, int] | None:
@@ -185,12 +185,12 @@ def at_edge(chosen: Trial, tried: Mapping[str, Sequence[str]]) -> list[tuple[str
         chosen: the best trial.
         tried: values by setting.
     """
-    found = []
+    edges = []
     for name, value in chosen.settings:
         try:
             numbers = [float(each) for each in tried[name]]
         except ValueError:
             continue
         if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) and float(value) != 0:
-            found.append((name.rpartition(".")[2], value))
-    return found
+            edges.append((name.rpartition(".")[2], value))
+    return edges
