@@ -60,7 +60,7 @@ class ClientData:
         self.client = client
         self._where = (device, dtype)
         self._together: Collection[ClientData] = ()
-        self._found: dict[Split, tuple[Sequence[Samples], int]] = {}
+        self._gathered: dict[Split, tuple[Sequence[Samples], int]] = {}
 
     def __repr__(self) -> str:
         label = getattr(self.source, "client_label", str)(self.client)
@@ -84,7 +84,7 @@ class ClientData:
 
     def _held(self, split: Split) -> Samples:
         find(list(self._together) or [self], split)
-        parts, place = self._found[split]
+        parts, place = self._gathered[split]
         return parts[place]
 
     def part(self, split: Split) -> Samples:
@@ -194,14 +194,14 @@ def find(clients: Sequence[ClientData], split: Split) -> None:
     """
     groups: dict[Any, list[ClientData]] = {}
     for client in clients:
-        if split not in client._found:
+        if split not in client._gathered:
             groups.setdefault((id(client.source), *client._where), []).append(client)
     for (_, device, dtype), group in groups.items():
         # Parts stay one stack while they move, which is one transfer for all clients.
         found = group[0].source.parts([client.client for client in group], split, device)
         parts = found.to(device, dtype) if isinstance(found, Parts) else [part.to(device, dtype) for part in found]
         for client, place in zip(group, range(len(parts)), strict=True):
-            client._found[split] = parts, place
+            client._gathered[split] = parts, place
 
 
 def gather(clients: Sequence[ClientData], split: Split) -> list[Samples]:
@@ -223,8 +223,8 @@ def whole_of(clients: Sequence[ClientData], split: Split) -> Samples:
         split: the split's name.
     """
     find(clients, split)
-    parts = clients[0]._found[split][0]
-    in_order = [client._found[split] == (parts, place) for place, client in enumerate(clients)]
+    parts = clients[0]._gathered[split][0]
+    in_order = [client._gathered[split] == (parts, place) for place, client in enumerate(clients)]
     if isinstance(parts, Parts) and all(in_order) and len(in_order) == len(parts):
         return parts.whole
     return Samples.joined(gather(clients, split))
@@ -241,7 +241,7 @@ def counted(clients: list[ClientData]) -> Tensor:
     """
     task = clients[0].task
     find(clients, "train")
-    clients.sort(key=lambda client: client._found["train"][1])
+    clients.sort(key=lambda client: client._gathered["train"][1])
     numbers = cast(Tensor, task.classes(whole_of(clients, "train").y))
     counts = numbers.new_zeros(len(clients), number_of_classes(task, "a count of classes"))
     sizes = torch.tensor([client.size("train") for client in clients])

@@ -721,14 +721,18 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Pool positions of all clients' samples in the current `round`."""
         # Asked for many times in a round: one result is kept, since an overridden `division_at` may be slow.
         if self._held is None or self._held[0] != self.round:
-            found, count = self.division_at(self.round), len(self._ready().division.clients)
-            if not isinstance(found, Division) or len(found.clients) != count:
-                what = f"{len(found.clients)} clients" if isinstance(found, Division) else f"a {type(found).__name__}"
+            division, count = self.division_at(self.round), len(self._ready().division.clients)
+            if not isinstance(division, Division) or len(division.clients) != count:
+                what = (
+                    f"{len(division.clients)} clients"
+                    if isinstance(division, Division)
+                    else f"a {type(division).__name__}"
+                )
                 raise MisconfigurationException(
                     f"{type(self).__name__}.division_at({self.round}) returned {what}; return a Division of the same "
                     f"{count} clients as in the first round"
                 )
-            self._held = self.round, found
+            self._held = self.round, division
         return self._held[1]
 
     def division_at(self, round: int) -> Division:
@@ -761,12 +765,12 @@ class FederatedDataModule(LightningDataModule, ABC):
         A gradual change is listed by its first round. Changes by a `division_at` or `parts` of one's own aren't known.
         """
         everyone = frozenset(range(self.num_clients))
-        found: dict[int, frozenset[int]] = dict.fromkeys(self.drift or (), everyone)
+        by_round: dict[int, frozenset[int]] = dict.fromkeys(self.drift or (), everyone)
         for drift, clients in zip(self.input_drift or (), self._drifting, strict=True):
             for round in (drift.start, drift.end):
                 if round is not None and round > 1:
-                    found[round] = found.get(round, frozenset()) | (clients & everyone)
-        return dict(sorted(found.items()))
+                    by_round[round] = by_round.get(round, frozenset()) | (clients & everyone)
+        return dict(sorted(by_round.items()))
 
     def go_to(self, round: int) -> bool:
         """Go to another round, and return whether the samples of any client changed.

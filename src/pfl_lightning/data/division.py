@@ -149,13 +149,13 @@ def redivided(
     for split in ("val", "test"):
         theirs = torch.unique(held[split])
         classes = [theirs[y[theirs] == k] for k in range(num_classes)]
-        known = torch.tensor([len(each) > 0 for each in classes])
+        testable = torch.tensor([len(each) > 0 for each in classes])
         own_seed = derive_seed(seed, "drift", start, split)
         for client, parts in enumerate(clients):
             labels = y[parts["train"]]
             # classes that no client can test on are left out of the mix; the refusal below is for a client of such
             # classes only
-            labels = labels[known[labels]]
+            labels = labels[testable[labels]]
             if len(theirs) and not len(labels):
                 raise MisconfigurationException(
                     f"data.drift: from round {start} on client {client} trains on classes without a {split} "

@@ -118,15 +118,15 @@ class FedHeartDisease(OwnedData):
             groups = [(trained_on(division), torch.arange(len(x)))]
         else:
             groups = [(held["train"], torch.cat(list(held.values()))) for held in division.clients]
-        known = {}
+        adopted = {}
         if self.adopted.get("standardize") == self.standardize:
-            known = known_moments(self.adopted, self.adopted_names, division.names, self.standardize)
+            adopted = known_moments(self.adopted, self.adopted_names, division.names, self.standardize)
         moments = []
         for place, (fitted, rows) in enumerate(groups):
             own = x[fitted.numpy()]
             # one patient has no sample deviation
             spread = own.std(0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-            moments.append(known.get(place, (own.mean(0), spread + 1e-9)))
+            moments.append(adopted.get(place, (own.mean(0), spread + 1e-9)))
             result[rows.numpy()] = (x[rows.numpy()] - moments[-1][0]) / moments[-1][1]
         for name, values in zip(("mean", "deviation"), zip(*moments, strict=True), strict=True):
             by_feature = np.stack(values, axis=1).tolist()

@@ -157,7 +157,7 @@ def digests(keys: RowKeys, division: Division, count: int) -> Tensor:
         division: who holds which rows.
         count: number of clients, the first ones of the division.
     """
-    found = np.zeros((count, len(get_args(Split)), 3), dtype=np.uint64)
+    totals = np.zeros((count, len(get_args(Split)), 3), dtype=np.uint64)
     for place, split in enumerate(get_args(Split)):
         rows, owners = held_in(division, [split], count)
         sizes = np.array(division.sizes[split][:count])
@@ -170,8 +170,8 @@ def digests(keys: RowKeys, division: Division, count: int) -> Tensor:
         for kind, values in columns.items():
             # differences of running sums, which wrap around at 2 ** 64 as sums of each client would
             sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(values, dtype=np.uint64)])
-            found[:, place, kind] = sums[ends] - sums[ends - sizes]
-    return torch.from_numpy(found.view(np.int64))
+            totals[:, place, kind] = sums[ends] - sums[ends - sizes]
+    return torch.from_numpy(totals.view(np.int64))
 
 
 def held_in(division: Division, splits: Sequence[Split], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -227,10 +227,10 @@ def warn_of_spread_groups(groups: Tensor, division: Division, name: str) -> None
     rows, owners = held_in(division, get_args(Split), len(division.clients))
     held = torch.stack([groups[torch.from_numpy(rows)], torch.from_numpy(owners)])
     pairs = torch.unique(held, dim=1)[0]
-    found, holders = pairs.unique_consecutive(return_counts=True)
+    distinct, holders = pairs.unique_consecutive(return_counts=True)
     if several := int((holders > 1).sum()):
         rank_zero_warn(
-            f"{name}: {several} of {len(found)} values of data.group have rows at several clients, of which one may "
+            f"{name}: {several} of {len(distinct)} values of data.group have rows at several clients, of which one may "
             "train on rows that another is tested on."
         )
 

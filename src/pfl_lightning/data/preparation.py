@@ -117,8 +117,8 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         check_splits(given)
     if times is not None:
         check_times(times)
-    found = data.strata(loaded.y)
-    strata, groups = check_strata(found, count, task, data.partitioner)
+    raw_strata = data.strata(loaded.y)
+    strata, groups = check_strata(raw_strata, count, task, data.partitioner)
     samples = Samples(loaded.x, loaded.y)
     owned = None if owners is None else owners_of(owners)
     # before `preprocess`, whose fitted values may differ where the rows are the same
@@ -161,7 +161,7 @@ def prepared(data: Asked, loaded: Loaded) -> Pool:
         data.partitioner,
         cut=cut_of(
             kind,
-            None if found is None else strata,
+            None if raw_strata is None else strata,
             given,
             None if times is None else numbered(times)[1],
             groups_of_rows,

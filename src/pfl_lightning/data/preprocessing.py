@@ -393,7 +393,9 @@ def fitted_words(codes: NDArray[np.int64], words: Sequence[str], rule: Column) -
     return [words[place] for place in sorted(ranked.tolist()) if counts[place] >= (rule.min_count or 1)]
 
 
-def filled_word(codes: NDArray[np.int64], words: Sequence[str], known: Sequence[str], fill: str | None) -> str | None:
+def filled_word(
+    codes: NDArray[np.int64], words: Sequence[str], vocabulary: Sequence[str], fill: str | None
+) -> str | None:
     """Return the category of a gap; None for none.
 
     >>> filled_word(np.array([1, 1, 0, -1]), ["a", "b"], ["a", "b"], "mode")
@@ -402,13 +404,15 @@ def filled_word(codes: NDArray[np.int64], words: Sequence[str], known: Sequence[
     Args:
         codes: position of each training row's text in ``words``; -1 for gaps.
         words: the texts of the table.
-        known: the vocabulary.
+        vocabulary: the vocabulary.
         fill: ``mode``, a category, or None.
     """
     if fill != "mode":
         return fill
     counts = np.bincount(codes[codes >= 0], minlength=len(words))
-    counted = [(count, word) for count, word in zip(counts.tolist(), words, strict=True) if count and word in known]
+    counted = [
+        (count, word) for count, word in zip(counts.tolist(), words, strict=True) if count and word in vocabulary
+    ]
     # of equally frequent categories the first
     return max(counted, key=lambda pair: pair[0])[1] if counted else None
 
@@ -446,18 +450,18 @@ def preprocessed(raw: Raw, fitted: Mapping[str, Any], client: int | None) -> NDA
         if feature in fitted["categories"]:
             codes, words = raw[feature]
             gaps = codes < 0
-            known = {word: place for place, word in enumerate(fitted["categories"][feature])}
+            vocabulary = {word: place for place, word in enumerate(fitted["categories"][feature])}
             fill = fitted["category_fill"].get(feature)
             # one entry more: the code -1 of gaps is the last
             places = [
-                known.get(word, -1) for word in [*words, fill if client is None or fill is None else fill[client]]
+                vocabulary.get(word, -1) for word in [*words, fill if client is None or fill is None else fill[client]]
             ]
-            found = np.array(places)[codes]
+            categories = np.array(places)[codes]
             if feature in fitted["codes"]:
-                columns.append(np.where(found < 0, len(known), found))
+                columns.append(np.where(categories < 0, len(vocabulary), categories))
             else:
                 # an unknown text or a gap, -1, is 0 in all
-                columns += [found == place for place in range(len(known))]
+                columns += [categories == place for place in range(len(vocabulary))]
         else:
             names = [f"{feature}.{part}" for part in fitted["dates"].get(feature, ())] or [feature]
             gaps = np.isnan(raw[names[0]])
@@ -581,7 +585,7 @@ def known_moments(
 
 
 def standardized(
-    values: Tensor, division: Division, by: Literal["table", "client"], known: Mapping[int, Moments] | None = None
+    values: Tensor, division: Division, by: Literal["table", "client"], moments: Mapping[int, Moments] | None = None
 ) -> tuple[Tensor, list[Moments]]:
     """Subtract each column's mean and divide by the deviation, both over training rows; constant columns become 0.
 
@@ -590,7 +594,7 @@ def standardized(
         division: the pool positions of each client's rows.
         by: ``table`` fits on the training rows of all the federation's clients and applies the result to all rows;
             ``client`` fits on each client's training rows for that client's rows, and rows of no client become 0.
-        known: moments in place of fitted ones, by the client's position in the division; 0 under ``table``. See
+        moments: moments in place of fitted ones, by the client's position in the division; 0 under ``table``. See
             `known_moments`.
 
     Returns:
@@ -604,7 +608,7 @@ def standardized(
     result = torch.zeros(values.shape, dtype=torch.float32)
     statistics = []
     for place, (fitted, rows) in enumerate(groups):
-        mean, deviation = known[place] if known and place in known else moments_of(values, fitted)
+        mean, deviation = moments[place] if moments and place in moments else moments_of(values, fitted)
         statistics.append((mean, deviation))
         # division by infinity gives the 0 of constant columns
         width = np.where(deviation > 0, deviation, np.inf)

@@ -119,13 +119,13 @@ def split_clients(
     order = np.empty(sum(counts), dtype=np.int64)
     sizes: list[int] = []
     # most clients have one of few sizes
-    known = {count: part_sizes(count, test_fraction, val_fraction) for count in set(counts)}
+    sizes_of = {count: part_sizes(count, test_fraction, val_fraction) for count in set(counts)}
     start = 0
     for count, generator in zip(counts, generators(seed, 1, len(counts)), strict=True):
         order[start : start + count] = generator.permutation(count)
         order[start : start + count] += start
         start += count
-        num_test, num_val = known[count]
+        num_test, num_val = sizes_of[count]
         sizes += (num_test, num_val, count - num_test - num_val)
     # one look-up for all clients: with 100,000 of them, a look-up each takes longer than the shuffles
     parts = torch.split(torch.cat([*shares])[torch.from_numpy(order)], sizes)
@@ -361,7 +361,7 @@ def fold_of(
     Raises:
         MisconfigurationException: if no client has a sample in the fold.
     """
-    found: list[Parts] = []
+    cuts: list[Parts] = []
     for client, parts in enumerate(clients):
         # val first: with it, the order in which the client's samples were shuffled
         rows = torch.cat([parts["val"], parts["train"]])
@@ -371,13 +371,13 @@ def fold_of(
         is_val = (places + client) % folds == fold
         if len(places) and bool((places == places[0]).all()):
             is_val[:] = False
-        found.append({**parts, "val": rows[is_val], "train": rows[~is_val]})
-    if not any(len(parts["val"]) for parts in found):
+        cuts.append({**parts, "val": rows[is_val], "train": rows[~is_val]})
+    if not any(len(parts["val"]) for parts in cuts):
         raise MisconfigurationException(
-            f"data.val_fold={fold}: none of the {len(found)} clients has a sample in this one of {folds} folds; take a "
+            f"data.val_fold={fold}: none of the {len(cuts)} clients has a sample in this one of {folds} folds; take a "
             "larger data.val_fraction"
         )
-    return found
+    return cuts
 
 
 def stratified_split(

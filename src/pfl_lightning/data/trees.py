@@ -89,16 +89,16 @@ def take(tree: Tree, rows: Tensor | slice) -> Tree:
     if type(tree) in (list, tuple):
         return type(tree)(take(part, rows) for part in tree)
     # `check_pool` sees only inputs in memory: those in files are checked here, whenever they are read
-    found = read(tree, rows)
-    if (place := first_not_finite(found)) is not None:
+    values = read(tree, rows)
+    if (place := first_not_finite(values)) is not None:
         wanted = np.arange(len(tree))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
         leaf, row = tree, int(wanted[place[0]])
         # through all subsets, to the row in the file that the user knows
         while isinstance(leaf, Rows):
             leaf, row = leaf.leaf, int(leaf.rows[row])
-        where = cell("x", found[place].item(), (row, *place[1:]))
+        where = cell("x", values[place].item(), (row, *place[1:]))
         raise MisconfigurationException(f"{where}; correct this sample, or leave it out")
-    return found
+    return values
 
 
 def read(leaf: Any, rows: Tensor | slice) -> Tensor:
@@ -113,12 +113,12 @@ def read(leaf: Any, rows: Tensor | slice) -> Tensor:
     wanted = np.arange(len(leaf))[rows] if isinstance(rows, slice) else rows.cpu().numpy()
     # ascending and distinct: HDF5 and other readers refuse positions in another order, and disks read forwards faster
     each, places = np.unique(wanted, return_inverse=True)
-    found = as_tensor(leaf[each])
-    if len(found) != len(each):
+    values = as_tensor(leaf[each])
+    if len(values) != len(each):
         raise MisconfigurationException(
-            f"{type(leaf).__name__} gave {len(found)} rows for {len(each)} positions; let it give a row for each"
+            f"{type(leaf).__name__} gave {len(values)} rows for {len(each)} positions; let it give a row for each"
         )
-    return found if np.array_equal(each, wanted) else found[torch.from_numpy(places)]
+    return values if np.array_equal(each, wanted) else values[torch.from_numpy(places)]
 
 
 def as_tensor(values: Any, name: str = "a data set") -> Tensor:

@@ -235,21 +235,21 @@ class ChatData(OwnedData):
             elif is_marked:
                 for place, each in enumerate(some):
                     # by itself, so that an error has the row's number
-                    found = self._written(
+                    tokens = self._written(
                         each,
                         f"{owner}: row {begin + place}",
                         tokenize=True,
                         return_dict=True,
                         return_assistant_tokens_mask=True,
                     )
-                    yield found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+                    yield tokens["input_ids"], [bool(mark) for mark in tokens["assistant_masks"]]
             else:
                 spans = [self._answers(each, f"{owner}: row {begin + place}") for place, each in enumerate(some)]
                 texts = [text for text, _ in spans]
                 # one call for many texts, which a fast tokenizer works through in parallel
-                found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+                tokens = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
                 # a token at the edge of an answer counts, as byte-level tokens may hold the space before it
-                for ids, offsets, (_, places) in zip(found["input_ids"], found["offset_mapping"], spans, strict=True):
+                for ids, offsets, (_, places) in zip(tokens["input_ids"], tokens["offset_mapping"], spans, strict=True):
                     yield ids, [any(start < end and first < stop for start, stop in places) for first, end in offsets]
 
     def _written(self, conversation: list[Message], row: str, **settings: Any) -> Any:
@@ -432,45 +432,45 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
         MisconfigurationException: if a file can't be read, or holds no rows.
     """
     splits: list[Any] | None = None
-    found: Any = path
+    raw: Any = path
     if isinstance(path, (str, Path)):
         path = Path(path)
         if path.is_dir() and (parts := sorted(path.glob("local_training_*.json"))):
             # the client's number is in the name of the file alone
-            found = {part.stem.removeprefix("local_training_"): rows_in_json(part) for part in parts}
-            tests = {name: path / f"local_testing_{name}.jsonl" for name in found}
+            raw = {part.stem.removeprefix("local_training_"): rows_in_json(part) for part in parts}
+            tests = {name: path / f"local_testing_{name}.jsonl" for name in raw}
             if any(test.exists() for test in tests.values()):
                 splits = []
                 for name, test in tests.items():
                     held_out = rows_in_json(test) if test.exists() else []
-                    splits += ["train"] * len(found[name]) + ["test"] * len(held_out)
-                    found[name] = [*found[name], *held_out]
+                    splits += ["train"] * len(raw[name]) + ["test"] * len(held_out)
+                    raw[name] = [*raw[name], *held_out]
         elif path.is_dir() and (parts := sorted(path.glob("[!.]*.jsonl"))):
-            found = {part.stem: rows_in_json(part) for part in parts}
-            check_clients(path, found)
+            raw = {part.stem: rows_in_json(part) for part in parts}
+            check_clients(path, raw)
         elif path.suffix in (".json", ".jsonl"):
-            found = rows_in_json(path)
+            raw = rows_in_json(path)
         elif path.is_dir() and not any((path / name).is_file() for name in SAVED):
             raise MisconfigurationException(
                 f"data.path={str(path)!r} is a folder without conversations; give one with a CLIENT.jsonl for each "
                 "client, or with local_training_CLIENT.json, or of a saved datasets.Dataset, or a file"
             )
         else:
-            found = local_dataset(str(path), "data.path", "ChatData")
+            raw = local_dataset(str(path), "data.path", "ChatData")
     clients: list[Any] | None = None
     # not by `datasets`, which reads such a file as one row with a column a client
-    if isinstance(found, Mapping):
-        wrong = next((name for name, held in found.items() if not isinstance(held, list)), None)
+    if isinstance(raw, Mapping):
+        wrong = next((name for name, held in raw.items() if not isinstance(held, list)), None)
         if wrong is not None:
             raise MisconfigurationException(
-                f"data.path: {wrong!r} has a {type(found[wrong]).__name__} where {{client: [row, ...]}} has a list of "
+                f"data.path: {wrong!r} has a {type(raw[wrong]).__name__} where {{client: [row, ...]}} has a list of "
                 "rows; give one, or a list of rows"
             )
         # numbers in their order, in which client 2 comes before client 10
-        is_numbered = all(str(name).isdecimal() and str(int(name)) == str(name) for name in found)
-        clients = [int(name) if is_numbered else str(name) for name, held in found.items() for _ in held]
-        found = [row for held in found.values() for row in held]
-    rows = list(found)
+        is_numbered = all(str(name).isdecimal() and str(int(name)) == str(name) for name in raw)
+        clients = [int(name) if is_numbered else str(name) for name, held in raw.items() for _ in held]
+        raw = [row for held in raw.values() for row in held]
+    rows = list(raw)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise MisconfigurationException(
@@ -479,22 +479,22 @@ def rows_of(path: Any) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[
     return rows, clients, splits
 
 
-def check_clients(path: Path, found: Mapping[str, Sequence[Any]]) -> None:
+def check_clients(path: Path, files: Mapping[str, Sequence[Any]]) -> None:
     """Check the files of a folder with one for each client.
 
     Args:
         path: the folder.
-        found: the rows of each file, by its name without the ending.
+        files: the rows of each file, by its name without the ending.
 
     Raises:
         MisconfigurationException: if files are named like splits and not like clients, or one has no rows.
     """
-    if named := sorted(SPLITS & {name.lower() for name in found}):
+    if named := sorted(SPLITS & {name.lower() for name in files}):
         raise MisconfigurationException(
             f"data.path={str(path)!r} has {named[0]}.jsonl, and each file of such a folder is a client's; name files "
             "by clients and splits by a column, as in data.split_column=split, or rename it"
         )
-    if empty := next((name for name, rows in found.items() if not rows), None):
+    if empty := next((name for name, rows in files.items() if not rows), None):
         raise MisconfigurationException(
             f"data.path={str(path)!r}: {empty}.jsonl has no rows; give client {empty!r} at least one, or remove "
             "the file"
@@ -585,7 +585,7 @@ def conversation_of(messages: Any, row: str) -> list[Message]:
     Raises:
         MisconfigurationException: if they have another form.
     """
-    found = []
+    conversation = []
     for message in messages if isinstance(messages, (list, tuple)) else [messages]:
         role, content = None, None
         if isinstance(message, Mapping):
@@ -597,8 +597,8 @@ def conversation_of(messages: Any, row: str) -> list[Message]:
                 f"{row} (counted from 0) has {shown[:80]} where a text is missing; give messages {{role, content}} or "
                 "{from, value}, or a prompt and a response, all of them texts"
             )
-        found.append({"role": ROLES.get(role.lower(), role.lower()), "content": content})
-    return found
+        conversation.append({"role": ROLES.get(role.lower(), role.lower()), "content": content})
+    return conversation
 
 
 def packed(lengths: Sequence[int], size: int) -> list[list[int]]:

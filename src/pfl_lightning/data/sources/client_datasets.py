@@ -231,15 +231,15 @@ def datasets_of(name: str, given: Any) -> dict[Split, Any]:
         raise MisconfigurationException(
             f"data.clients: client {name!r} has {min(map(str, unknown))!r}; name Datasets train, val and test"
         )
-    found: dict[Split, Any] = {
+    datasets: dict[Split, Any] = {
         split: checked(by_split[split], f"{split} of client {name!r}") for split in PARTS if split in by_split
     }
-    found = {split: dataset for split, dataset in found.items() if dataset is not None and len(dataset)}
-    if "train" not in found:
+    datasets = {split: dataset for split, dataset in datasets.items() if dataset is not None and len(dataset)}
+    if "train" not in datasets:
         raise MisconfigurationException(
             f"data.clients: client {name!r} has nothing to train on; give it a training set, or leave it out"
         )
-    return found
+    return datasets
 
 
 def checked(dataset: Any, name: str) -> Any:
@@ -520,26 +520,26 @@ class Reader:
 
     def targets(self) -> Tree:
         """Return the targets of all items, from the Datasets' own lists where they have some, else from all items."""
-        found = [known if (known := targets_in(dataset)) is not None else None for dataset in self.datasets]
+        lists = [targets if (targets := targets_in(dataset)) is not None else None for dataset in self.datasets]
         parts = []
-        for start, end, known in zip(self._starts, self._starts[1:], found, strict=False):
-            if known is None or not self._has(start, end, known):
+        for start, end, targets in zip(self._starts, self._starts[1:], lists, strict=False):
+            if targets is None or not self._has(start, end, targets):
                 rows = np.arange(start, end)
                 pieces = np.array_split(rows, -(-len(rows) // AT_ONCE))
                 read = [((), self.read(piece)[1]) for piece in pieces]
-                _, known = self.stacked(read, [int(piece[0]) for piece in pieces])
-            parts.append(((), known))
+                _, targets = self.stacked(read, [int(piece[0]) for piece in pieces])
+            parts.append(((), targets))
         return self.stacked(parts, self._starts[:-1])[1]
 
-    def _has(self, start: int, end: int, known: Tensor) -> bool:
+    def _has(self, start: int, end: int, targets: Tensor) -> bool:
         """Return whether items have the targets of the list, which a target transform may change."""
         looked_at = np.unique(np.linspace(start, end - 1, min(SAMPLES, end - start)).astype(np.int64))
         _, y = self.read(looked_at)
-        if len(known) != end - start or not isinstance(y, Tensor):
+        if len(targets) != end - start or not isinstance(y, Tensor):
             return False
-        if torch.promote_types(y.dtype, known.dtype) != y.dtype:
+        if torch.promote_types(y.dtype, targets.dtype) != y.dtype:
             return False
-        return torch.equal(known[looked_at - start].to(y.dtype), y)
+        return torch.equal(targets[looked_at - start].to(y.dtype), y)
 
     def changing(self, indices: Iterable[int]) -> str:
         """Return the words for Datasets that give other items at each reading; an empty text if none does.

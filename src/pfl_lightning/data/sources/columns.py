@@ -356,20 +356,20 @@ def codes_of(values: Any, words: list[str], owner: str, setting: str) -> Tensor:
         MisconfigurationException: if a value isn't in the vocabulary.
     """
     numbers = {word: number for number, word in enumerate(words)}
-    known: dict[Any, int] = {}
+    code_of: dict[Any, int] = {}
     codes = np.empty(len(values), dtype=np.int64)
     for place, (row, value) in enumerate(zip(values.index, values.to_numpy(dtype=object), strict=True)):
         if not isinstance(value, str | Number):
             raise not_one_value(value, row, owner)
         # a column has few different values: each is turned into a text once, and not in every row
-        if value not in known:
+        if value not in code_of:
             if (text := as_text(value)) not in numbers:
                 raise MisconfigurationException(
                     f"{owner} has {shortened(text)} in row {row} (counted from 0), which is not in {setting} "
                     f"({listed(words)}); correct it, or add it there"
                 )
-            known[value] = numbers[text]
-        codes[place] = known[value]
+            code_of[value] = numbers[text]
+        codes[place] = code_of[value]
     return torch.from_numpy(codes)
 
 

@@ -131,7 +131,7 @@ class TableData(OwnedData):
     _shape: tuple[int, ...] | None = None
     _vocabularies: Mapping[str, list[str]] = MappingProxyType({})
     """Given vocabularies of columns."""
-    _found: Mapping[str, list[str]] = MappingProxyType({})
+    _table_words: Mapping[str, list[str]] = MappingProxyType({})
     """Vocabularies taken from the table."""
     _text_columns: Collection[str] = ()
     """Coded feature columns that hold texts, and not numbers."""
@@ -200,7 +200,7 @@ class TableData(OwnedData):
             check_given(standardize, self._features)
         # columns named by the user may be ids or dates, on purpose; columns that were merely left over may not
         self._are_named = features is not None
-        self._found: dict[str, list[str]] = {}
+        self._table_words: dict[str, list[str]] = {}
         self._vocabularies = self._given_vocabularies(classes, categories or {})
         self._shape = None if self._settings else (len(self._features),)
         self._asked = self.standardize, self._features, self._vocabularies
@@ -285,7 +285,7 @@ class TableData(OwnedData):
             # once more, for the server's public samples, which are fitted by themselves
             self.adopted = {}
         # of an earlier fit, which must not decide over columns once more
-        self.preprocessing, self._found = {}, {}
+        self.preprocessing, self._table_words = {}, {}
         # `preprocess` fits a given transformer, which is in no checkpoint
         if self.adopted and "transformer" not in self.adopted:
             self._adopt_columns()
@@ -325,7 +325,7 @@ class TableData(OwnedData):
             # as -1
             codes = table[time].cat.codes.to_numpy()
             columns["time"] = np.where(codes < 0, np.nan, codes)
-        words = {**self._vocabularies, **self._found}
+        words = {**self._vocabularies, **self._table_words}
         raw = self._raw if isinstance(self._raw, dict) else {}
         is_coded = [column in words or isinstance(raw.get(column), tuple) for column in self._features]
         # in a file of raw rows, these columns are read as texts, so that "01" doesn't become 1
@@ -430,7 +430,7 @@ class TableData(OwnedData):
         else:
             words, codes = self._texts(values, owner, setting, is_target)
         # a vocabulary from this table alone: another site's table may have another, see `needs_all_clients`
-        self._found = {**self._found, column: words}
+        self._table_words = {**self._table_words, column: words}
         if is_target and not (self.task.has_classes or isinstance(self.task, MultiLabel)):
             raise MisconfigurationException(
                 f"{owner} holds texts ({listed(words)}), and task {self.task} predicts numbers; name another target"
@@ -692,15 +692,15 @@ class TableData(OwnedData):
         for place, (_, held) in enumerate(groups):
             # in chunks, so that no second table in double precision lies in memory
             for part in torch.split(held, CHUNK):
-                own = torch.from_numpy(self._made(take_rows(self._raw, rows[part.numpy()]), place))
+                inputs = torch.from_numpy(self._made(take_rows(self._raw, rows[part.numpy()]), place))
                 if x is None:
-                    x = torch.zeros(len(rows), own.shape[1])
-                if own.shape[1] != x.shape[1]:
+                    x = torch.zeros(len(rows), inputs.shape[1])
+                if inputs.shape[1] != x.shape[1]:
                     raise MisconfigurationException(
-                        f"data.preprocessing.transformer makes {own.shape[1]} inputs for client {place} and "
+                        f"data.preprocessing.transformer makes {inputs.shape[1]} inputs for client {place} and "
                         f"{x.shape[1]} for client 0; take by=table, or give the transformer all categories"
                     )
-                x[part] = own
+                x[part] = inputs
         return cast(Tensor, x)
 
     def _made(self, raw: Any, place: int) -> NDArray[np.float32]:
@@ -958,7 +958,7 @@ class TableData(OwnedData):
     def fitted_on(self) -> FittedOn:
         """Return the deciding rows of the fit; a vocabulary from the table counts as all clients' rows."""
         by = self.standardize if self._settings is None else self._settings.by if self._fits_values else None
-        if by == "table" or self._found or self._fitted_words:
+        if by == "table" or self._table_words or self._fitted_words:
             return "all clients"
         return "each client" if by == "client" else "nothing"
 
@@ -990,7 +990,7 @@ class TableData(OwnedData):
                 f"data.{setting}=table takes the training rows of all clients, which are not in one place here; take "
                 f"client, or {'null' if self._settings is None else 'give fill and scale as numbers'}"
             )
-        for column in (*self._found, *self._fitted_words):
+        for column in (*self._table_words, *self._fitted_words):
             setting = "data.categories" if self._settings is None else "data.preprocessing.vocabulary"
             setting = "data.classes" if column in self._targets else f"{setting}.{column}"
             return (
