@@ -70,14 +70,14 @@ class Alike:
         try:
             with torch.no_grad(), self._model_of(job):
                 for split in job.evaluate:
-                    found = job.data.source.parts(clients, split, self.engine.device)
-                    if not isinstance(found, Parts):
-                        if any(isinstance(part, Streamed) for part in found):
+                    gathered = job.data.source.parts(clients, split, self.engine.device)
+                    if not isinstance(gathered, Parts):
+                        if any(isinstance(part, Streamed) for part in gathered):
                             # Samples that stay in files are read a batch at a time.
                             self.usable = False
                             return None
-                        found = Parts(Samples.joined(found), [len(part) for part in found])
-                    parts = found.to(self.engine.device, cast(torch.dtype, self.module.dtype))
+                        gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
+                    parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     if any(parts.sizes):
                         results[split] = ClientMetrics(self._measured(clients, parts))
         except torch.cuda.OutOfMemoryError:

@@ -191,19 +191,19 @@ def defined(metric: Metric, value: Any) -> Any:
     average = getattr(metric, "average", None)
     if average == "micro":
         counts = counts.sum(0, keepdim=True)
-    known = counts[:, 1] > 0 if isinstance(metric, PRECISIONS) else (counts > 0).all(1)
-    if known.all():
+    occurring = counts[:, 1] > 0 if isinstance(metric, PRECISIONS) else (counts > 0).all(1)
+    if occurring.all():
         return value
-    if value.numel() == len(known):
-        return value.masked_fill(~known.view_as(value), torch.nan)
+    if value.numel() == len(occurring):
+        return value.masked_fill(~occurring.view_as(value), torch.nan)
     if not isinstance(metric, MEANS):
         return nan
     # Recompute without the mean to get each class's value.
     metric.average = None
     # The class's method, since the object's caches its result.
-    of_classes = cast(Any, type(metric)).compute(metric)[known]
+    of_classes = cast(Any, type(metric)).compute(metric)[occurring]
     metric.average = average
-    weights = counts[known, 1] if average == "weighted" else torch.ones_like(of_classes)
+    weights = counts[occurring, 1] if average == "weighted" else torch.ones_like(of_classes)
     return (of_classes * weights).sum() / weights.sum()
 
 
@@ -361,26 +361,26 @@ def evaluate_outputs(
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     lengths = torch.tensor(sizes, device=outputs.device)
     owners = torch.arange(len(sizes), device=outputs.device).repeat_interleave(lengths, output_size=len(outputs))
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     alone: dict[str, Metric | MetricCollection] = {}
     for name, metric in metrics.items(copy_state=False):
         if (values := values_at_once(str(name), metric, outputs, target, owners, lengths)) is None:
             alone[str(name)] = metric
         else:
-            found[str(name)] = values
+            columns[str(name)] = values
     losses = losses_at_once(task, outputs, target, lengths)
     if alone or losses is None:
         of_clients = list(zip(split_by(outputs, sizes), split_by(target, sizes), strict=True))
         if alone:
             few = MetricCollection(alone)
             own = [computed_on(few, *of_one) for of_one in of_clients]
-            found |= {name: [values[name] for values in own] for name in own[0]}
+            columns |= {name: [values[name] for values in own] for name in own[0]}
         if losses is None:
             losses = [mean_of(task.loss(*of_one, "sum"), task.weight(of_one[1])) for of_one in of_clients]
     # The order of `computed`: states of pooled metrics last.
     places = {str(name): place for place, name in enumerate(metrics)}
-    order = sorted(found, key=lambda name: (name.endswith(POOLED), places.get(name, len(places))))
-    return {name: found[name] for name in order} | {"loss": losses}
+    order = sorted(columns, key=lambda name: (name.endswith(POOLED), places.get(name, len(places))))
+    return {name: columns[name] for name in order} | {"loss": losses}
 
 
 def split_by(tree: Tree, sizes: Sequence[int]) -> list[Tree]:

@@ -110,21 +110,21 @@ class Sharded(Engine):
         """Adapt the module on this rank."""
         self.engine.adapt(phases, job, data)
 
-    def _gathered(self, phase: Literal["training", "evaluation"], own: Iterable[Job]) -> list[Any]:
+    def _gathered(self, phase: Literal["training", "evaluation"], jobs: Iterable[Job]) -> list[Any]:
         """Return the results of all ranks, or raise on every rank the error of the first failed rank.
 
         Args:
             phase: ``training`` or ``evaluation``.
-            own: this rank's jobs.
+            jobs: this rank's jobs.
         """
         error: Exception | None = None
         mine: list[Any] | Failure
         states: dict[int, ClientState] = {}
         try:
             if phase == "training" and self.keeps_states:
-                mine = self._trained(own, states)
+                mine = self._trained(jobs, states)
             else:
-                mine = list(self.engine.complete(phase, own))
+                mine = list(self.engine.complete(phase, jobs))
         except Exception as raised:
             error, mine = raised, Failure.of(raised)
         buffer = io.BytesIO()

@@ -83,15 +83,15 @@ class BlockIO:
         module, device = self.module, self.sequential.device
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
-        own = slots.current()
+        current = slots.current()
         received = module.state_dict().keys() - module.common_names
         # `ClientModule.receive` writes this one of the buffers in no `state_dict`; all others keep their values.
-        if received - own.keys() or "_class_weights" in own:
+        if received - current.keys() or "_class_weights" in current:
             # Some entries have two names, or would keep the values of the client before.
             return None
-        kept = own.keys() - received
+        kept = current.keys() - received
         assigned: list[StateDict] = []
-        known: dict[tuple[str | int, ...], StateDict] = {}
+        by_tensors: dict[tuple[str | int, ...], StateDict] = {}
         self.sequential.set_mode(training=False)
         # receive runs unchanged, but its results are collected instead of assigned to the module.
         with replaced(module, assign=lambda entries: assigned[-1].update(entries)):
@@ -100,18 +100,18 @@ class BlockIO:
                 # distinct combination.
                 personal, payload = member.job.state.personal, member.job.payload
                 given: tuple[str | int, ...] = (*payload, *map(id, chain(personal.values(), payload.values())))
-                assigned.append(known.setdefault(given, {}))
+                assigned.append(by_tensors.setdefault(given, {}))
                 if not assigned[-1]:
                     self.sequential.set_turn(member.job)
                     with during("download", member.job.round, member.job.client):
                         module.receive(personal, payload, member.data)
-        if any(entries.keys() != received for entries in known.values()):
+        if any(entries.keys() != received for entries in by_tensors.values()):
             return None
         sent: list[Tensor] = []
         alike: set[str] = set()
         # Nearly always all clients get the same.
-        distinct = assigned[:1] if len(known) == 1 else assigned
-        for name, tensor in own.items():
+        distinct = assigned[:1] if len(by_tensors) == 1 else assigned
+        for name, tensor in current.items():
             rows = [tensor if name in kept else entries[name] for entries in distinct]
             # An entry that is the same object for all clients is copied to the device once and repeated there.
             if len(set(map(id, rows))) == 1:
@@ -120,14 +120,14 @@ class BlockIO:
                 return None
             sent.append(rows[0] if name in alike else side_by_side(rows, device))
         stacks: StateDict = {}
-        for (name, tensor), stack in zip(own.items(), moved(sent, device), strict=True):
+        for (name, tensor), stack in zip(current.items(), moved(sent, device), strict=True):
             stack = stack.to(tensor.dtype)
             stacks[name] = repeated(stack, len(members)) if name in alike else stack
         # The default phases are the same for all clients.
         for member in members if overrides(module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
             phases = module.local_phases()
-            signature.admit(phases, own)
+            signature.admit(phases, current)
         return stacks, phases
 
     def _receive_one_by_one(
@@ -141,15 +141,15 @@ class BlockIO:
                 with self.attributes.of("on_download"):
                     self.sequential.become(arrived, training)
                 phases = self.module.local_phases()
-                own = slots.current()
-                signature.admit(phases, own)
+                current = slots.current()
+                signature.admit(phases, current)
                 if row == 0:
                     # Hooks may have replaced tensors, or changed their shapes; the stacks then follow the first client.
-                    new = {n: t for n, t in own.items() if n not in entries or t.shape != entries[n].shape}
+                    new = {n: t for n, t in current.items() if n not in entries or t.shape != entries[n].shape}
                     stacks |= {name: repeated(tensor, len(members)) for name, tensor in new.items()}
-                    stacks = {name: stacks[name] for name in own}
+                    stacks = {name: stacks[name] for name in current}
                     entries = {name: stack[row] for name, stack in stacks.items()}
-                take_over(own, entries)
+                take_over(current, entries)
             member.stream.keep()
         for member, caches in zip(members, signature.caches(), strict=True):
             member.caches = caches

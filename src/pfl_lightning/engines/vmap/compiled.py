@@ -175,7 +175,7 @@ class Compiled:
         self.trusted = False
         rank_zero_warn(f"trainer.compile: steps of {self._method} stay uncompiled: {reason}.")
 
-    def _near(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    def _near(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         """Return True if tensors of the same names agree up to rounding, in the norm of each tensor."""
 
         def differs(one: Tensor, other: Tensor) -> bool:
@@ -184,4 +184,6 @@ class Compiled:
             # for gradients that are zero up to rounding.
             return bool((one.double() - exact).norm() > self._tolerance * exact.norm() + 1e-5)
 
-        return found.keys() == expected.keys() and not any(differs(found[name], expected[name]) for name in expected)
+        return tensors.keys() == expected.keys() and not any(
+            differs(tensors[name], expected[name]) for name in expected
+        )

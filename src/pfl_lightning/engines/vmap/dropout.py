@@ -117,15 +117,15 @@ class Streams(Layers):
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
         # All clients' states by the first client's state, to find them again after the step rewinds the generator.
-        self.known = {key(self.states[0]): self.states}
+        self.states_by_first = {key(self.states[0]): self.states}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         # More than the first entry means that some numbers were drawn.
-        if len(self.known) > 1:
-            self.states = self.known[key(self.generator.get_state())]
+        if len(self.states_by_first) > 1:
+            self.states = self.states_by_first[key(self.generator.get_state())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call this class's version of random functions, ``requires_grad`` and layers."""
@@ -247,12 +247,12 @@ class Streams(Layers):
             one: draws for one client, called for one after another.
         """
         drawn, after = [], []
-        for state in self.known[key(self.generator.get_state())]:
+        for state in self.states_by_first[key(self.generator.get_state())]:
             self.generator.set_state(state)
             drawn.append(one())
             after.append(self.generator.get_state())
         self.generator.set_state(after[0])
-        self.known[key(after[0])] = after
+        self.states_by_first[key(after[0])] = after
         return torch.stack(drawn)
 
 

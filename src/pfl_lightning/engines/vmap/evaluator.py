@@ -143,7 +143,7 @@ class BlockEvaluator:
         """Refuse nets in parts for all clients at once if the first client alone has other outputs."""
         self.merged.checked.add(EVALUATION)
         try:
-            found = self._forward(
+            outputs = self._forward(
                 {name: stack[:FEW] for name, stack in entries.items()}, tree_map(lambda stack: stack[:FEW], x), slots
             )[0]
             with slots.holding({name: stack[0].clone() for name, stack in entries.items()}):
@@ -156,7 +156,7 @@ class BlockEvaluator:
             return
         exact = expected.double()
         # The last digit of bfloat16 is about a hundredth of a value.
-        if bool((found.double() - exact).norm() > 0.1 * exact.norm()):
+        if bool((outputs.double() - exact).norm() > 0.1 * exact.norm()):
             self.merged.refuse("its net gives other outputs for all clients' samples as one batch")
 
 

@@ -643,15 +643,15 @@ def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def alike(found: Trial, expected: Trial, tolerance: float) -> bool:
+def alike(trial: Trial, expected: Trial, tolerance: float) -> bool:
     """Return whether two computations of a step have the same values, gradients, buffers and random states.
 
     Args:
-        found: one computation.
+        trial: one computation.
         expected: the other.
         tolerance: the largest difference of each row's values, gradients or buffers, relative to their norm.
     """
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    for one, other in zip(trial[:3], expected[:3], strict=True):
         if one.keys() != other.keys():
             return False
         if not one:
@@ -665,5 +665,5 @@ def alike(found: Trial, expected: Trial, tolerance: float) -> bool:
         # A diverged client is no evidence.
         if not ((numbers - exact).norm(dim=1) <= tolerance * size + 1e-9).logical_or(~size.isfinite()).all():
             return False
-    drawn = [[stream.states[-1] for stream in side.streams if stream.is_made] for side in (found, expected)]
+    drawn = [[stream.states[-1] for stream in side.streams if stream.is_made] for side in (trial, expected)]
     return len(drawn[0]) == len(drawn[1]) and all(map(torch.equal, *drawn))
