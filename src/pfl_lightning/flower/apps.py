@@ -162,14 +162,14 @@ def site_keys_in(node: Mapping[str, Any], names: Sequence[str]) -> SiteKeys | No
     Raises:
         MisconfigurationException: if one of the two is missing, or can't be read.
     """
-    own, known = (str(node.get(name, "")) for name in ("sum-key", "sum-keys"))
-    if not own and not known:
+    key, keys = (str(node.get(name, "")) for name in ("sum-key", "sum-keys"))
+    if not key and not keys:
         return None
-    if not own or not known:
+    if not key or not keys:
         raise MisconfigurationException(
-            f"sum-key={own!r} and sum-keys={known!r} go together: the site's private key, and all sites' public keys."
+            f"sum-key={key!r} and sum-keys={keys!r} go together: the site's private key, and all sites' public keys."
         )
-    return SiteKeys(Path(own), keys_in(Path(known), names, setting="sum-keys"))
+    return SiteKeys(Path(key), keys_in(Path(keys), names, setting="sum-keys"))
 
 
 def wrong(args: list[str]) -> str:

@@ -88,16 +88,16 @@ def check_arguments(args: Sequence[str], own: Collection[str] = ()) -> None:
     Raises:
         Refused: if a text is refused, or a configuration can't be read.
     """
-    found = [pair for tree in trees(args) for pair in texts(tree, "")]
+    settings = [pair for tree in trees(args) for pair in texts(tree, "")]
     # over all files: one may name a class, another may have its settings, and the parser joins both
     classes: defaultdict[str, set[type]] = defaultdict(set, {"trainer": {FederatedTrainer}})
-    for name, text in found:
+    for name, text in settings:
         # in a loop of its own, as the next loop imports named classes
         if name.endswith("class_path"):
             check_text(name, text, own)
-    for name, text in found:
+    for name, text in settings:
         classes[short(name)] |= set(named(text, own))
-    for name, text in found:
+    for name, text in settings:
         # a class stays checked where an annotation would allow any text
         if name.endswith("class_path") or not is_any_text(short(name), text, classes):
             check_text(name, text, own)

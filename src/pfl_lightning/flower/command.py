@@ -138,7 +138,7 @@ def new(folder: Path, names: list[str]) -> None:
     if not package.isidentifier() or iskeyword(package):
         raise MisconfigurationException(f"flower new: {folder.name!r} can't name an app; take letters, as of clinics.")
     # all names are looked up before anything is written: a wrong one leaves no half-made folder
-    configs, own = [], []
+    configs, files = [], []
     for name in names:
         path = find(name)
         if path is None:
@@ -146,9 +146,9 @@ def new(folder: Path, names: list[str]) -> None:
         # a file of the user's exists on this machine alone, and travels with the app
         is_own = Path(name).is_file() or Path(f"{name}.yaml").is_file()
         configs.append(f"configs/{path.name}" if is_own else name)
-        own += [path] if is_own else []
+        files += [path] if is_own else []
     (folder / package).mkdir(parents=True)
-    for path in own:
+    for path in files:
         (folder / "configs").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "configs" / path.name)
     # by custom a project's name has hyphens where the package has underscores

@@ -79,28 +79,28 @@ class Measured:
                 return range_of(inner)
         return ANY
 
-    def trained(self, found: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    def trained(self, numbers: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """Return the acceptable means of a client's training for the record, NaN for impossible values.
 
         Args:
-            found: the site's numbers, by name.
+            numbers: the site's numbers, by name.
 
         Returns:
             The means, and descriptions of refused numbers.
         """
-        known = type(self.module).logs | (self.module.requested & self.module.tells)
-        wrong = unknown(found, known, f"that {type(self.module).__name__} doesn't name in its `logs`")
+        allowed = type(self.module).logs | (self.module.requested & self.module.tells)
+        wrong = unknown(numbers, allowed, f"that {type(self.module).__name__} doesn't name in its `logs`")
         # an unknown name could stand for another column of the record, such as the loss
-        metrics = {name: bounded(name, value, ANY, wrong) for name, value in found.items() if name in known}
+        metrics = {name: bounded(name, value, ANY, wrong) for name, value in numbers.items() if name in allowed}
         return {name: math.nan if value is None else value for name, value in metrics.items()}, wrong
 
     def evaluated(
-        self, found: Any, splits: Collection[str], where: str
+        self, answer: Any, splits: Collection[str], where: str
     ) -> tuple[dict[str, dict[str, float]], list[str]]:
         """Return the acceptable metrics of a client's evaluation for the record, NaN for impossible values.
 
         Args:
-            found: the site's metrics by split, not checked yet.
+            answer: the site's metrics by split, not checked yet.
             splits: the requested splits with samples of the client.
             where: the record's name, for error texts.
 
@@ -108,35 +108,36 @@ class Measured:
             Metrics by split, in the order of a local evaluation, and descriptions of refused metrics.
 
         Raises:
-            Refused: if ``found`` isn't metrics by split, or a metric is neither a float nor a state of the right shape.
+            Refused: if ``answer`` isn't metrics by split, or a metric is neither a float nor a state of the right
+                shape.
         """
-        check_type(found, dict, where)
+        check_type(answer, dict, where)
         # a method that adapts before an evaluation is also measured as received
         adapted = overrides(self.module, "evaluation_phases")
         wanted = [*splits, *(f"{split}_received" for split in splits if adapted)]
-        wrong = unknown(found, wanted, "that nobody has asked for")
+        wrong = unknown(answer, wanted, "that nobody has asked for")
         metrics = {}
         for split in wanted:
-            if split in found:
-                metrics[split] = self._of_split(found[split], split, f"{where}.{split!r}", wrong)
+            if split in answer:
+                metrics[split] = self._of_split(answer[split], split, f"{where}.{split!r}", wrong)
         return metrics, wrong
 
-    def _of_split(self, found: Any, split: str, where: str, wrong: list[str]) -> dict[str, Any]:
-        check_type(found, dict, where)
-        wrong += unknown(found, self.ranges, "that the task doesn't have")
+    def _of_split(self, values: Any, split: str, where: str, wrong: list[str]) -> dict[str, Any]:
+        check_type(values, dict, where)
+        wrong += unknown(values, self.ranges, "that the task doesn't have")
         metrics: dict[str, Any] = {}
         for name, span in self.ranges.items():
-            if name not in found:
+            if name not in values:
                 wrong.append(f"{split}/{name}, which is missing")
             # pooled metrics travel as states; a mean of clients' values would be another number
             if name in self.like:
-                if name in found and self._adds(name, found[name], split, where, wrong):
-                    metrics[name] = found[name]
+                if name in values and self._adds(name, values[name], split, where, wrong):
+                    metrics[name] = values[name]
                 continue
             value = None
-            if name in found:
-                check_type(found[name], float, f"{where}.{name}")
-                value = bounded(f"{split}/{name}", found[name], span, wrong, or_nan=True)
+            if name in values:
+                check_type(values[name], float, f"{where}.{name}")
+                value = bounded(f"{split}/{name}", values[name], span, wrong, or_nan=True)
             metrics[name] = math.nan if value is None else value
         return metrics
 
@@ -174,9 +175,9 @@ def bounded(name: str, value: float, span: Range, wrong: list[str], or_nan: bool
     return None
 
 
-def unknown(found: Iterable[Any], known: Collection[str], why: str) -> list[str]:
+def unknown(given: Iterable[Any], allowed: Collection[str], why: str) -> list[str]:
     """Return one description of all unknown names in a list; an empty list without unknown names."""
-    names = [name for name in found if name not in known]
+    names = [name for name in given if name not in allowed]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return [f"{shown(names[0])}{more} {why}"] if names else []
 

@@ -127,7 +127,7 @@ class Progress(FederatedCallback):
         if self.path is None:
             return
         sites = self.link.sites()
-        known = {client for site in sites for client in site["clients"]}
+        served = {client for site in sites for client in site["clients"]}
         every = [self.link.label(client) for client in range(self.link.clients)]
         round, seconds, clients = self.link.waiting()
         now = {"round": round, "since": time.time() - seconds, "clients": [every[client] for client in clients]}
@@ -139,7 +139,7 @@ class Progress(FederatedCallback):
             "now": now if clients else {},
             "late": late,
             "sites": sites,
-            "without_site": [client for client in every if client not in known],
+            "without_site": [client for client in every if client not in served],
             "refused_sites": [
                 {"node": str(node), "clients": self.link.claims.get(node, ""), "reason": reason}
                 for node, reason in self.link.refusals.items()

@@ -50,21 +50,21 @@ class Site:
         self.names = dict(enumerate(names))
         self.allow = ALWAYS | frozenset(allow)
         # data with as many clients as there are ids count as the site's own, and ids name the data's clients in turn
-        own: Sequence[Any] = range(data.num_clients) if len(clients) == data.num_clients else clients
+        places: Sequence[Any] = range(data.num_clients) if len(clients) == data.num_clients else clients
         # names on both sides pair clients, whatever their order in the site's data
         if names and data.client_names:
             called = [names[client] if isinstance(client, int) else client for client in clients]
-            own = [client_id(name, data.client_names, data.num_clients, "clients") for name in called]
-        if not clients or len(set(clients)) < len(clients) or not set(own) <= set(range(data.num_clients)):
+            places = [client_id(name, data.client_names, data.num_clients, "clients") for name in called]
+        if not clients or len(set(clients)) < len(clients) or not set(places) <= set(range(data.num_clients)):
             raise MisconfigurationException(
                 f"clients={' '.join(map(str, clients))!r} don't fit the site's data, which have {data.num_clients} "
                 "clients; name each of these once by its id in the federation, or some of them by their own."
             )
         # with a part of the rows a site would, say, scale inputs in another way than the other sites
-        self._has_all, self.agrees = len(own) < data.num_clients, agrees
+        self._has_all, self.agrees = len(places) < data.num_clients, agrees
         if self.lacking and not agrees:
             raise MisconfigurationException(self.lacking)
-        pairs = list(zip(clients, own, strict=True))
+        pairs = list(zip(clients, places, strict=True))
         self._own: dict[int, int] = {client: place for client, place in pairs if isinstance(client, int)}
         self._new: dict[str, int] = {client: place for client, place in pairs if isinstance(client, str)}
 

@@ -20,32 +20,30 @@ class SiteKeys:
 
     Args:
         path: the private key, as of ``ssh-keygen -t ecdsa``, such as the SuperNode's.
-        known: clients of each site, by its public key in PEM.
+        sites: clients of each site, by its public key in PEM.
 
     Raises:
-        MisconfigurationException: if the file has no such key, or its public key is none of ``known``.
+        MisconfigurationException: if the file has no such key, or its public key is none of ``sites``.
     """
 
-    def __init__(self, path: Path, known: Mapping[str, Collection[int | str]]) -> None:
+    def __init__(self, path: Path, sites: Mapping[str, Collection[int | str]]) -> None:
         try:
-            own = load_ssh_private_key(path.read_bytes(), password=None)
+            private = load_ssh_private_key(path.read_bytes(), password=None)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise MisconfigurationException(
                 f"sum-key={str(path)!r} can't be read ({' '.join(str(error).split())[:200]}); give the private key "
                 "without a passphrase of the SuperNode, as `ssh-keygen -t ecdsa -b 384` makes it."
             ) from error
-        if not isinstance(own, EllipticCurvePrivateKey):
+        if not isinstance(private, EllipticCurvePrivateKey):
             raise MisconfigurationException(
                 f"sum-key={str(path)!r} is no ECDSA key, as `ssh-keygen -t ecdsa -b 384` makes it."
             )
-        if own.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode() not in known:
+        if private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode() not in sites:
             raise MisconfigurationException(
                 f"sum-key={str(path)!r} belongs to no public key of sum-keys; give a list with all sites' keys."
             )
-        self._own = own
-        self._known = {
-            client: load_pem_public_key(key.encode()) for key, clients in known.items() for client in clients
-        }
+        self._own = private
+        self._keys = {client: load_pem_public_key(key.encode()) for key, clients in sites.items() for client in clients}
 
     def sign(self, client: int, session: bytes) -> str:
         """Return a client's signature of a session's keys, hexadecimal.
@@ -64,7 +62,7 @@ class SiteKeys:
             session: hash of a round and the keys of all its clients.
             signature: hexadecimal, as from anybody.
         """
-        key = self._known.get(client)
+        key = self._keys.get(client)
         if not isinstance(key, EllipticCurvePublicKey):
             return False
         try:

@@ -61,7 +61,7 @@ class Sketches:
 
     def __init__(self, modules: Sequence[ClientModule]) -> None:
         self._modules = modules
-        self._known: dict[tuple[int, tuple[str, ...], str, bool], Message] = {}
+        self._templates: dict[tuple[int, tuple[str, ...], str, bool], Message] = {}
         # personal parameters are at sites; initial ones have the same shapes
         self._personal = [detached(personal_entries(module, module.state_dict())) for module in modules]
 
@@ -85,16 +85,16 @@ class Sketches:
         # which change from round to round in RoLoRA, and by whether the round is the last, in which CCVR reports
         payload, last = str(tree_map(lambda t: t.to("meta"), job.payload)), job.round + 1 == module.num_rounds
         look = architecture, tuple(module.shared_state()), payload, last
-        if look not in self._known:
+        if look not in self._templates:
             try:
-                self._known[look] = self._made(architecture, job)
+                self._templates[look] = self._made(architecture, job)
             except Exception as error:
                 name = type(module).__name__
                 raise MisconfigurationException(
                     f"model={name}: what its updates look like can't be found out by an upload without training "
                     f"({type(error).__name__}: {error}), and without that nothing is taken from sites; take another."
                 ) from error
-        return self._known[look]
+        return self._templates[look]
 
     @torch.no_grad()
     def _made(self, architecture: int, job: Job) -> Message:

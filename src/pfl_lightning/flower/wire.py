@@ -489,12 +489,10 @@ def claimed(dtype: Any, shape: Any, start: Any, available: int) -> Spec:
         raise Refused(f"a tensor has the type {shown(dtype)}, which doesn't travel.")
     if not isinstance(shape, list) or len(shape) > DIMENSIONS or not all(map(is_size, [*shape, start])):
         raise Refused(f"a tensor has the shape {shown(shape)}, which none can have, or begins at {shown(start)}.")
-    found = Spec(DTYPES[dtype], tuple(shape), start)
-    if start + num_bytes(found) > available:
-        raise Refused(
-            f"a tensor {found} takes {num_bytes(found)} bytes, of which {max(0, available - start)} were sent."
-        )
-    return found
+    spec = Spec(DTYPES[dtype], tuple(shape), start)
+    if start + num_bytes(spec) > available:
+        raise Refused(f"a tensor {spec} takes {num_bytes(spec)} bytes, of which {max(0, available - start)} were sent.")
+    return spec
 
 
 def is_size(value: Any) -> bool:
