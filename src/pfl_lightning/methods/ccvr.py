@@ -65,16 +65,16 @@ class CCVR(FedAvg):
         # on the CPU in float64: squares of many samples are summed
         h, sent = features.cpu().double(), promoted(features)
         y = torch.cat([target for _, target in chunks]).cpu()
-        found = {}
+        statistics = {}
         for c in data.classes:
             own = h[y == c]
             centred = own - own.mean(0)
-            found[c] = {
+            statistics[c] = {
                 "count": torch.tensor(len(own)),
                 "mean": own.mean(0).to(sent),
                 "scatter": (centred.T @ centred).to(sent),
             }
-        return found
+        return statistics
 
     def configure_aggregator(self) -> Aggregator:
         """Return the average of models, with a calibrated classifier in the end."""
@@ -190,7 +190,7 @@ def pooled(reports: list[dict[int, dict[str, Tensor]]]) -> dict[int, tuple[Tenso
     Args:
         reports: each client's statistics, as `CCVR.statistics` returns them.
     """
-    found = {}
+    moments = {}
     for c in sorted({c for report in reports for c in report}):
         own = [report[c] for report in reports if c in report]
         counts = [int(each["count"]) for each in own]
@@ -202,5 +202,5 @@ def pooled(reports: list[dict[int, dict[str, Tensor]]]) -> dict[int, tuple[Tenso
         mean = shares @ means / n
         away = means - mean
         scatter = torch.stack([each["scatter"].double() for each in own]).sum(0) + away.T @ (shares[:, None] * away)
-        found[c] = mean, scatter / (n - 1)
-    return found
+        moments[c] = mean, scatter / (n - 1)
+    return moments

@@ -141,13 +141,13 @@ class FedAWA(WeightedAverage):
         if not updates:
             return {}
         # inner products once, so that no step touches the models
-        grams, known = self.grams(updates), self.state["logits"]
+        grams, all_logits = self.grams(updates), self.state["logits"]
         # a client's first logit may depend on the whole round, as by `raw_size`
-        if new := [client for client in updates if client not in known]:
+        if new := [client for client in updates if client not in all_logits]:
             first = self.first_logits(updates)
-            known |= {client: torch.full_like(self.sizes, first[client]) for client in new}
+            all_logits |= {client: torch.full_like(self.sizes, first[client]) for client in new}
         # [G, K], a leaf: the optimizer sees this round's clients alone
-        logits = torch.stack([known[client] for client in updates], 1).requires_grad_()
+        logits = torch.stack([all_logits[client] for client in updates], 1).requires_grad_()
         weights = logits.softmax(1)
         optimizer = self.optimizer([logits])
         for _ in range(self.server_steps):
@@ -158,7 +158,7 @@ class FedAWA(WeightedAverage):
         logits = logits.detach()
         weights = logits.softmax(1) if self.apply == "post" else weights.detach()
         # copies: a checkpoint would store a row's view together with all other rows of the round
-        known |= {client: own.clone() for client, own in zip(updates, logits.T, strict=True)}
+        all_logits |= {client: own.clone() for client, own in zip(updates, logits.T, strict=True)}
         self.mix(updates, weights)
         sim, reg = self.objective(weights, grams)
         largest = float(weights.max())

@@ -86,21 +86,21 @@ class FedExLoRA(FedIT):
 
         They are of a singular value decomposition in float64, without values that are rounding in the residual's type.
         """
-        own, residuals, state = dict(self.net.named_parameters()), self.residual.tensors(), {}
+        parameters, residuals, state = dict(self.net.named_parameters()), self.residual.tensors(), {}
         for pair in pairs(self.state_dict()):
             # of several adapters of a layer, the first has the residual
             added = residuals.pop(pair.layer.removeprefix("net."), None)
             if added is None or not added.any():
                 continue
             a, b = (name.removeprefix("net.") for name in (pair.a, pair.b))
-            first, second = (own[name].detach().to(CPU).double().flatten(1) for name in (a, b))
+            first, second = (parameters[name].detach().to(CPU).double().flatten(1) for name in (a, b))
             matrix = (added.T if pair.is_transposed(self) else added).to(CPU).double().flatten(1)
             u, s, v = torch.linalg.svd(matrix / pair.scale(self) + second @ first, full_matrices=False)
             # each entry of the residual was rounded, by this share of it at most
             rank = max(1, int((s > torch.finfo(added.dtype).eps * torch.linalg.vector_norm(s)).sum()))
             # kernels of convolutions have further dimensions
-            state[a] = v[:rank].reshape(rank, *own[a].shape[1:]).to(own[a])
-            state[b] = (u * s)[:, :rank].reshape(-1, rank, *own[b].shape[2:]).to(own[b])
+            state[a] = v[:rank].reshape(rank, *parameters[a].shape[1:]).to(parameters[a])
+            state[b] = (u * s)[:, :rank].reshape(-1, rank, *parameters[b].shape[2:]).to(parameters[b])
         return state
 
     def configure_aggregator(self) -> Aggregator:

@@ -85,19 +85,19 @@ class KNNPer(FedAvg):
         super().on_download(payload, data)
         self.known = None
         if self.share > 0 and data is not None and self.evaluation_follows and len(data.train):
-            known, targets = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
+            vectors, targets = joined([self.net.features(x) for x, _ in data.train.chunks()]), data.train.y
             if isinstance(self.task, NextToken):
-                if known.dim() != 3 or known.shape[:2] != targets.shape:
+                if vectors.dim() != 3 or vectors.shape[:2] != targets.shape:
                     raise MisconfigurationException(
                         "model KNNPer compares features of positions, [samples, positions, size], and the features of "
-                        f"{type(self.net).__name__} are {list(known.shape)}; take a net with a vector for each "
+                        f"{type(self.net).__name__} are {list(vectors.shape)}; take a net with a vector for each "
                         "position, such as CharGRU."
                     )
                 counted = targets != self.task.ignore_index
-                known, targets = known[counted], targets[counted]
+                vectors, targets = vectors[counted], targets[counted]
             elif self.of_values:
-                targets = targets.view(len(targets), -1).to(known.dtype)
-            self.known = (known, targets) if len(known) else None
+                targets = targets.view(len(targets), -1).to(vectors.dtype)
+            self.known = (vectors, targets) if len(vectors) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logarithms of the mixed probabilities, or mixed quantities; without training samples the model's."""
@@ -105,8 +105,8 @@ class KNNPer(FedAvg):
         outputs: Tensor = self.net.classifier(features)
         if self.known is None:
             return outputs
-        h, known = features.flatten(0, -2), self.known[0]
-        rows = max(1, DISTANCES // len(known))
+        h, vectors = features.flatten(0, -2), self.known[0]
+        rows = max(1, DISTANCES // len(vectors))
         near = joined([self._near(chunk) for chunk in h.split(rows)]).view_as(outputs)
         own = outputs if self.of_values else outputs.softmax(-1 if self.by_position else 1)
         mixed: Tensor = self.share * near + (1 - self.share) * own
@@ -116,25 +116,25 @@ class KNNPer(FedAvg):
     def _near(self, h: Tensor) -> Tensor:
         """Return what the neighbours of features ``[n, d]`` say, ``[n, outputs]``."""
         assert self.known is not None
-        known, targets = self.known
-        rows, weights = nearest(h, known, self.neighbours, self.scale)
+        vectors, targets = self.known
+        rows, weights = nearest(h, vectors, self.neighbours, self.scale)
         if self.of_values:
             return (weights[:, :, None] * targets[rows]).sum(1)
         return shares(weights, targets[rows], self.task.outputs)
 
 
-def nearest(h: Tensor, known: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+def nearest(h: Tensor, vectors: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return rows ``[n, k]`` and weights ``[n, k]`` of the nearest samples; weights of a query have the sum 1.
 
     Args:
         h: features ``[n, d]``.
-        known: features of training samples ``[m, d]``.
+        vectors: features of training samples ``[m, d]``.
         count: number of neighbours; k is at most m.
         scale: s.
     """
     # the faster mode by a matrix product loses small distances to rounding
-    squares = torch.cdist(h, known, compute_mode="donot_use_mm_for_euclid_dist").square()
-    least, rows = squares.topk(min(count, len(known)), dim=1, largest=False)
+    squares = torch.cdist(h, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
+    least, rows = squares.topk(min(count, len(vectors)), dim=1, largest=False)
     # softmax subtracts the least distance, before all exponentials could vanish
     return rows, (-least / (h.shape[1] * scale)).softmax(1)
 

@@ -110,10 +110,10 @@ class Oort(Selection):
         # 1e-9: a product that is a whole number but for rounding, such as (1 - 0.9) * 10 = 0.9999999999999998, counts
         # as one
         count = min(max(math.floor((1 - epsilon) * start.size + 1e-9), start.size - len(new)), len(tried))
-        known = self._known(start, tried, count) if count else []
-        return known + drawn_by_weight(start.random, new, start.size - count, self.sizes)
+        exploited = self._exploited(start, tried, count) if count else []
+        return exploited + drawn_by_weight(start.random, new, start.size - count, self.sizes)
 
-    def _known(self, start: RoundStart, tried: Sequence[int], count: int) -> list[int]:
+    def _exploited(self, start: RoundStart, tried: Sequence[int], count: int) -> list[int]:
         """Draw some of the tried clients by score."""
         scores = self.scores(tried, start.round + 1)
         last = sorted(scores.values(), reverse=True)[count - 1]
@@ -127,8 +127,8 @@ class Oort(Selection):
             clients: ids of the clients, at least one.
             t: number of the round, from 1.
         """
-        own = {client: self.state["utility"][client] for client in clients}
-        ranked = sorted(own.values())
+        utilities = {client: self.state["utility"][client] for client in clients}
+        ranked = sorted(utilities.values())
         q = ranked[min(int(len(ranked) * self.clip), len(ranked) - 1)]
         least = 0.999 * ranked[0]
         # 1e-4, so that utilities of 0 everywhere make no division by 0
@@ -136,7 +136,7 @@ class Oort(Selection):
         scores = {
             client: (min(utility, q) - least) / width
             + math.sqrt(UNCERTAINTY * math.log(t) / self.state["round"][client])
-            for client, utility in own.items()
+            for client, utility in utilities.items()
         }
         limit = self._limit()
         for client in clients:
@@ -161,15 +161,17 @@ class Oort(Selection):
             round: number of the round, from 0.
         """
         # a client without a batch reports no loss; a wrong, negative report counts as 0
-        own = {k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in reports.items()}
-        self.state["utility"] |= own
-        self.state["round"] |= dict.fromkeys(own, round + 1)
+        utilities = {
+            k: self.sizes[k] * math.sqrt(max(values.get("loss_squared", 0.0), 0.0)) for k, values in reports.items()
+        }
+        self.state["utility"] |= utilities
+        self.state["round"] |= dict.fromkeys(utilities, round + 1)
         if self.percentile is None:
             return
         self.state["seconds"] |= {
             k: max(values["seconds"], 0.0) for k, values in reports.items() if "seconds" in values
         }
-        self.state["sums"] = [*self.state["sums"], sum(own.values())][-2 * self.window :]
+        self.state["sums"] = [*self.state["sums"], sum(utilities.values())][-2 * self.window :]
         if len(self.state["sums"]) == 2 * self.window and (round + 1) % self.window == 0:
             self._pace(self.percentile)
 

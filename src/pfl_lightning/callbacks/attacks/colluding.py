@@ -202,15 +202,15 @@ class AdaptiveAttack(Colluding):
         best = max(range(len(tried)), key=lambda index: found[index][1])
         return model(tried[best], found[best][0])
 
-    def scales(self, known: list[StateDict], mean: StateDict, direction: StateDict) -> list[float]:
+    def scales(self, models: list[StateDict], mean: StateDict, direction: StateDict) -> list[float]:
         """Return the scales to begin with, descending.
 
         Args:
-            known: the benign models.
+            models: the benign models.
             mean: their mean.
             direction: d.
         """
-        blind = [largest_gamma(known, mean, direction, together) for together in (False, True)]
+        blind = [largest_gamma(models, mean, direction, together) for together in (False, True)]
         # by factors of 2, whose intervals are halved later: rules that select uploads have their best scale near the
         # blind ones, and rules by coordinate far above, where they saturate
         halved = [self.limit * max(blind) / 2**power for power in range(8)]
@@ -247,14 +247,14 @@ def largest_effect(effect: Callable[[float], float], scales: Sequence[float], ha
     return best, most
 
 
-def moments(known: list[StateDict]) -> tuple[StateDict, StateDict]:
+def moments(models: list[StateDict]) -> tuple[StateDict, StateDict]:
     """Return mean and standard deviation of models, coordinate by coordinate.
 
     Args:
-        known: the models, at least one.
+        models: the models, at least one.
     """
     # of a population, as the papers have them; of one model the deviation is then 0 and not NaN
-    stacks = {name: torch.stack([model[name] for model in known]) for name in known[0]}
+    stacks = {name: torch.stack([model[name] for model in models]) for name in models[0]}
     return {n: s.mean(0) for n, s in stacks.items()}, {n: s.std(0, correction=0) for n, s in stacks.items()}
 
 
@@ -275,18 +275,18 @@ def largest_z(clients: int, bad: int) -> float:
     return max(NormalDist().inv_cdf(share), 0.0) if share > 0 else 0.0
 
 
-def largest_gamma(known: list[StateDict], mean: StateDict, deviation: StateDict, together: bool = False) -> float:
+def largest_gamma(models: list[StateDict], mean: StateDict, deviation: StateDict, together: bool = False) -> float:
     r"""Return the largest :math:`\gamma` of `MinMax`, or `MinSum`; 0 where models don't differ.
 
     Args:
-        known: the models.
+        models: the models.
         mean: the models' mean.
         deviation: the direction: the models' deviation, or any other.
         together: True bounds the sum of squared distances to all models (`MinSum`), False the largest distance.
     """
     names = list(mean)
     # the bounds need inner products of differences to the mean alone
-    among = inner_products([*known, {n: mean[n] - deviation[n] for n in names}], names, mean)[:-1, :-1]
+    among = inner_products([*models, {n: mean[n] - deviation[n] for n in names}], names, mean)[:-1, :-1]
     squares, along = among.diagonal()[:-1], -among[:-1, -1]
     own = float(among[-1, -1])
     if own == 0:

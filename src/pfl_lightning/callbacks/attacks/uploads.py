@@ -102,7 +102,7 @@ class UploadAttack(Attack):
         if not bad:
             return
         names = self.names(federation.client)
-        known = [double(updates[client]["weights"], names) for client in self.seen(bad, updates)]
+        models = [double(updates[client]["weights"], names) for client in self.seen(bad, updates)]
         # of a copy of the updates, since the loop below replaces bad ones in the round's own dict
         outcome = partial(self.outcome, federation, dict(updates), bad)
         model: StateDict | None = None
@@ -113,7 +113,7 @@ class UploadAttack(Attack):
                 seed = derive_seed(federation.seed or 0, "attack", federation.round, client)
                 received = double(federation.aggregator.download(client)["weights"], names)
                 generator = torch.Generator().manual_seed(seed)
-                view = View(received, double(own, names), known, len(updates), len(bad), generator, outcome)
+                view = View(received, double(own, names), models, len(updates), len(bad), generator, outcome)
                 model = self.forged(view)
             updates[client] = replaced(updates[client], model)
 

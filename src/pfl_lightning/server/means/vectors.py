@@ -91,9 +91,9 @@ class Vectors:
             shares: :math:`a_k` of each vector ``[m]``, at least 0, of any sum.
             heard: positions of the uploads for the medians of buffers, at least one; None is all.
         """
-        own = shares if self.mixing is None else shares @ self.mixing
-        rest = 1 - float(own.sum())
-        first = int(own.argmax())
+        weights = shares if self.mixing is None else shares @ self.mixing
+        rest = 1 - float(weights.sum())
+        first = int(weights.argmax())
         entries = {}
         for name in self.sent[first]:
             tensors = column(self.sent, name)
@@ -108,13 +108,13 @@ class Vectors:
             # far away takes no digits from the others
             base = tensor.double()
             change = torch.zeros_like(base)
-            for index, share in enumerate(own.tolist()):
+            for index, share in enumerate(weights.tolist()):
                 if share > 0 and index != first:
                     change.add_(tensors[index].double() - base, alpha=share)
             if abs(rest) > 1e-12:
                 change.add_(self.origin[name].to(base) - base, alpha=rest)
             entries[name] = (base + change).to(tensor.dtype)
-        return Sum(on_cpu(entries), own)
+        return Sum(on_cpu(entries), weights)
 
     def by_coordinate(self, rule: Callable[[Tensor], Tensor]) -> Sum:
         """Return a rule's result coordinate by coordinate, in blocks of bounded memory.
