@@ -116,16 +116,16 @@ class CanaryAudit(SampleExchange):
             raise MisconfigurationException(f"CanaryAudit: scale={scale} must be above 0 and finite, such as 10.")
         self.canaries, self.unit, self.scale = canaries, unit, scale
         self.scores = np.zeros(canaries)
-        self.found: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
         self._moved: dict[int, Directions] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the canaries' scores and what was found so far, for resuming."""
-        return {"scores": self.scores.tolist(), "found": self.found}
+        return {"scores": self.scores.tolist(), "found": self.result}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with earlier scores."""
-        self.scores, self.found = np.array(state_dict["scores"]), dict(state_dict["found"])
+        self.scores, self.result = np.array(state_dict["scores"]), dict(state_dict["found"])
 
     # Preparation
 
@@ -170,7 +170,7 @@ class CanaryAudit(SampleExchange):
                 client = cast(ClientModule, module)
                 vars(client)["training_step"] = partial(self.step, client, place, client.training_step)
         # a finished run that is resumed has no further round
-        federation.audit = self.found
+        federation.audit = self.result
         rank_zero_warn(
             f"CanaryAudit: {self.canaries} canaries change the models of this run, and so all of its metrics; it "
             "bounds epsilon, and is for nothing else."
@@ -394,7 +394,7 @@ class CanaryAudit(SampleExchange):
         federation.metrics |= {"privacy/audited_epsilon": bound, "privacy/canaries": self.canaries}
         if gaussian:
             federation.metrics["privacy/audited_epsilon_gaussian"] = gaussian["audited_epsilon_gaussian"]
-        self.found = federation.audit = {
+        self.result = federation.audit = {
             "audited_epsilon": bound,
             **gaussian,
             "confidence": CONFIDENCE,
@@ -438,16 +438,16 @@ class CanaryAudit(SampleExchange):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the bounds beside the claim."""
-        if not (found := self.found):
+        if not (result := self.result):
             return
         bounds = {
-            name: found[key]
+            name: result[key]
             for key, name in (("audited_epsilon", "by guesses"), ("audited_epsilon_gaussian", "by Gaussian noise"))
-            if key in found
+            if key in result
         }
         lower = " and ".join(f"{bound:.2f} {name}" for name, bound in bounds.items())
-        line = f"CanaryAudit: epsilon of a {found['unit']} is at least {lower}, at delta {found['delta']:.2g}"
-        if (claim := found["epsilon"]) is None:
+        line = f"CanaryAudit: epsilon of a {result['unit']} is at least {lower}, at delta {result['delta']:.2g}"
+        if (claim := result["epsilon"]) is None:
             rank_zero_info(f"{line}; there is no guarantee to compare with.")
         elif max(bounds.values()) > claim:
             rank_zero_warn(f"{line}, and {claim:.2f} is claimed: the guarantee doesn't hold.")

@@ -31,19 +31,19 @@ class FirstRounds(FederatedCallback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.found: set[bool] = set()
+        self.changes: set[bool] = set()
         """Whether parameters in updates of the last of the first rounds are others than at the start."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin without any round."""
-        self.rows, self.found = [], set()
+        self.rows, self.changes = [], set()
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Compare a client's update of the last of the first rounds, unless another one has changed."""
         # at once, as updates that are kept would all be in memory
-        if len(self.rows) + 1 == ROUNDS == federation.round + 1 and True not in self.found:
+        if len(self.rows) + 1 == ROUNDS == federation.round + 1 and True not in self.changes:
             names = trained_names(federation)[federation.architecture_of(client)]
-            self.found |= comparisons(outcome.update.get("weights", {}), federation.shared, names)
+            self.changes |= comparisons(outcome.update.get("weights", {}), federation.shared, names)
 
     def on_aggregate_end(self, trainer: Trainer, federation: Federation, logs: dict[str, float]) -> None:
         """Take a round's row, and look at the first rounds behind the last of them."""
@@ -64,22 +64,22 @@ class FirstRounds(FederatedCallback):
             return self._without_update(without, federation.options.min_clients)
         if all(row["train/loss"] == 0 for row in self.rows):
             return "train/loss was 0 in each of them; look at the targets, and at the loss of the client module"
-        if True in self.found or self._others_changed(federation):
+        if True in self.changes or self._others_changed(federation):
             return ""
         return f"no trained parameter changed: {self._still()}"
 
     def _others_changed(self, federation: Federation) -> bool:
         """Return whether the server or a client has another parameter; also True where nothing can be compared."""
-        trained, found = trained_names(federation), self.found
-        found = found | comparisons(federation.aggregator.global_model(), federation.shared, trained[0])
-        for client, state in federation.clients.items() if True not in found else ():
+        trained, changes = trained_names(federation), self.changes
+        changes = changes | comparisons(federation.aggregator.global_model(), federation.shared, trained[0])
+        for client, state in federation.clients.items() if True not in changes else ():
             number = federation.architecture_of(client)
             # what is at its site, or with another rank, can't be compared
             hidden = state.kept is not None
-            found = found | (
+            changes = changes | (
                 {True} if hidden else comparisons(state.personal, federation.initial[number], trained[number])
             )
-        return True in found or not found
+        return True in changes or not changes
 
     def _without_update(self, without: list[str], min_clients: int) -> str:
         """Return why no update came, as far as that is known."""
@@ -107,17 +107,17 @@ def trained_names(federation: Federation) -> list[set[str]]:
     return [{name for name, each in module.named_parameters() if each.requires_grad} for module in modules]
 
 
-def comparisons(found: Mapping[str, Tensor], before: StateDict, names: set[str]) -> set[bool]:
+def comparisons(entries: Mapping[str, Tensor], before: StateDict, names: set[str]) -> set[bool]:
     """Return whether parameters are others than before: False for one that is the same, True for one that isn't.
 
     Args:
-        found: some entries.
+        entries: some entries.
         before: entries at the start.
         names: the parameters' names.
     """
     changes: set[bool] = set()
-    for name in before.keys() & names & found.keys():
-        changes.add(not same(found[name], before[name]))
+    for name in before.keys() & names & entries.keys():
+        changes.add(not same(entries[name], before[name]))
         if True in changes:
             break
     return changes

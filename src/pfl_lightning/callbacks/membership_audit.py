@@ -77,7 +77,7 @@ def likelihood_ratios(confidences: NDArray[np.float64], members: NDArray[np.bool
     Returns:
         Numbers ``[samples]``, larger for members; NaN where no shadow trained on a sample, or all did.
     """
-    own, shadows = confidences[target], np.delete(confidences, target, axis=0)
+    audited, shadows = confidences[target], np.delete(confidences, target, axis=0)
     inside = np.delete(members, target, axis=0)
     likelihoods = []
     # under both hypotheses in turn: the sample was trained on, or it wasn't
@@ -85,16 +85,16 @@ def likelihood_ratios(confidences: NDArray[np.float64], members: NDArray[np.bool
         values = np.where(chosen, shadows, np.nan)
         known = ~np.isnan(values)
         counts = known.sum(0)
-        means = np.divide(np.nansum(values, axis=0), counts, out=np.full(len(own), np.nan), where=counts > 0)
+        means = np.divide(np.nansum(values, axis=0), counts, out=np.full(len(audited), np.nan), where=counts > 0)
         squares = np.nansum((values - means) ** 2, axis=0)
         if len(shadows) >= PER_SAMPLE:
-            variances = np.divide(squares, counts - 1, out=np.full(len(own), np.nan), where=counts > 1)
+            variances = np.divide(squares, counts - 1, out=np.full(len(audited), np.nan), where=counts > 1)
         else:
             # of few shadows a variance of each sample would be mostly chance
             variances = squares.sum() / max(int(np.maximum(counts - 1, 0).sum()), 1)
         # equal confidences of all shadows would divide by 0
         variances = np.maximum(variances, LEAST_VARIANCE)
-        likelihoods.append(-((own - means) ** 2) / (2 * variances) - np.log(variances) / 2)
+        likelihoods.append(-((audited - means) ** 2) / (2 * variances) - np.log(variances) / 2)
     ratios: Losses = likelihoods[0] - likelihoods[1]
     return ratios
 
@@ -149,7 +149,7 @@ class MembershipAudit(FederatedCallback):
                 f"MembershipAudit: scores={scores!r} must be the name of a CSV file, such as confidences.csv."
             )
         self.every, self.scores = every, scores
-        self._found: dict[int, dict[str, Any]] = {}
+        self._confidences: dict[int, dict[str, Any]] = {}
         self._of_round = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -216,31 +216,35 @@ class MembershipAudit(FederatedCallback):
             name: of the models.
             models: by client id, entries that stand in place of those that it is evaluated by.
         """
-        found: dict[Split, list[Losses]] = {"train": [], "test": []}
+        by_split: dict[Split, list[Losses]] = {"train": [], "test": []}
         # two audits of a round, of uploads and of models, share their rows
         if self._of_round != federation.metrics["round"]:
-            self._found, self._of_round = {}, federation.metrics["round"]
+            self._confidences, self._of_round = {}, federation.metrics["round"]
         with torch.inference_mode(False), torch.no_grad(), isolate_rng():
             # a client needs samples of both kinds, or its own difficulty would count as membership
             for client, weights in models.items():
-                if not all(federation.data.size(client, split) for split in found):
+                if not all(federation.data.size(client, split) for split in by_split):
                     continue
                 engine = as_used(federation, client)
                 engine.module.assign(weights)
-                for split, losses in found.items():
-                    own, confidences = looked_at(engine, federation, client, split)
-                    losses.append(own)
+                for split, losses in by_split.items():
+                    of_client, confidences = looked_at(engine, federation, client, split)
+                    losses.append(of_client)
                     rows = federation.data.division.clients[client][split].tolist()
                     # by position in the pool, which is the same in runs with other divisions
                     if self.scores is not None:
                         for row, value in zip(rows, confidences.tolist(), strict=True):
-                            kept = self._found.setdefault(row, {"client": client, "member": int(split == "train")})
+                            kept = self._confidences.setdefault(
+                                row, {"client": client, "member": int(split == "train")}
+                            )
                             kept[name] = value
-        if found["train"]:
-            measured = told_apart(*(np.concatenate(losses) for losses in found.values()))
+        if by_split["train"]:
+            measured = told_apart(*(np.concatenate(losses) for losses in by_split.values()))
             federation.metrics |= {f"membership/{name}/{key}": value for key, value in measured.items()}
         if self.scores is not None and (folder := run_folder(federation.trainer)):
-            write_rows(folder / self.scores, [{"sample": row, **kept} for row, kept in sorted(self._found.items())])
+            write_rows(
+                folder / self.scores, [{"sample": row, **kept} for row, kept in sorted(self._confidences.items())]
+            )
 
 
 def looked_at(engine: Engine, federation: Federation, client: int, split: Split) -> tuple[Losses, Losses]:

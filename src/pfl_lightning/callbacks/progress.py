@@ -207,7 +207,7 @@ class RunBanner(Callback):
         data, options, client = federation.data, federation.options, federation.client
         clients = data.num_clients
         samples = sum(federation.sizes(range(clients), "train").values())
-        own, server = type(client).__name__, federation.aggregator.name
+        name, server = type(client).__name__, federation.aggregator.name
         nets = []
         for module in federation.architectures:
             sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.net.parameters()]  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ class RunBanner(Callback):
             note = f", of which {frozen:,} are frozen" if frozen else ""
             nets.append(f"{type(module.net).__name__}, {sum(size for size, _ in sizes):,} parameters{note}")
         lines = [
-            ("method", f"{federation.method} (client {own}, aggregator {server})"),
+            ("method", f"{federation.method} (client {name}, aggregator {server})"),
             ("data", f"{type(data).__name__}, {clients} clients with {samples:,} training samples"),
             *data.head_lines,
             ("net", "; ".join(dict.fromkeys(nets))),

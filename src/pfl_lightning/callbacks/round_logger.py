@@ -289,7 +289,7 @@ class RoundLogger(FederatedCallback):
 
     def _best(self, monitor: Monitor, column: str) -> Row:
         """Return the round with the best value of a column; the first of equals."""
-        best = max(self._known(column), key=lambda row: (monitor.sign * row[column], -row["round"]), default={})
+        best = max(self._rows_with(column), key=lambda row: (monitor.sign * row[column], -row["round"]), default={})
         return {name: best.get(name) for name in ("round", column)}
 
     def _ten_best(self, monitor: Monitor, column: str) -> Row:
@@ -297,10 +297,10 @@ class RoundLogger(FederatedCallback):
 
         Source: the published code of FedAWA, which reports these.
         """
-        values = sorted((row[column] for row in self._known(column)), key=lambda value: -monitor.sign * value)[:10]
+        values = sorted((row[column] for row in self._rows_with(column)), key=lambda value: -monitor.sign * value)[:10]
         return {"ten_best_mean": fmean(values), "ten_best_std": pstdev(values)} if values else {}
 
-    def _known(self, column: str) -> list[Row]:
+    def _rows_with(self, column: str) -> list[Row]:
         """Return the rounds with a value in a column."""
         return [row for row in self.rows if not math.isnan(row.get(column, math.nan))]
 
@@ -313,7 +313,7 @@ class RoundLogger(FederatedCallback):
             best: test metrics of the best checkpoint, and its round.
         """
         validation, test = f"val/{monitor.metric}", f"test/{monitor.metric}"
-        validated = self._known(validation)
+        validated = self._rows_with(validation)
         if not validated:
             return {"round": None, validation: None, test: None}
         # compared in float32, like ModelCheckpoint, which keeps the first of rounds that are equal in float32

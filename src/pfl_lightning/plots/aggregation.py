@@ -165,15 +165,15 @@ def plot_server_terms(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    known = [numbers(row) for row in rows]
-    names = [name for name in columns_of(known) if name.startswith("server/")]
-    names += [name for name in columns_of(known) if name == "time/aggregate"]
+    numeric = [numbers(row) for row in rows]
+    names = [name for name in columns_of(numeric) if name.startswith("server/")]
+    names += [name for name in columns_of(numeric) if name == "time/aggregate"]
     across = max(1, min(len(names), PANELS_A_ROW))
     down = max(1, -(-len(names) // across))
     figure = Figure(figsize=(0.4 + 3.2 * across, 0.3 + 2.5 * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
-        points = [(row["round"], row[name]) for row in known if name in row]
+        points = [(row["round"], row[name]) for row in numeric if name in row]
         axes.plot(
             *zip(*points, strict=True), linewidth=1.2, marker="o", markersize=3 if len(points) <= FEW_ROUNDS else 0
         )

@@ -128,15 +128,15 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     colours = colormaps["tab20" if len(groups) > 10 else "tab10"].colors  # type: ignore[attr-defined]
     # dashes let a lower line show where methods differ so little that their lines lie on each other
     for (name, runs), colour, style in zip(groups.items(), cycle(colours), cycle(("-", "--", "-."))):
-        known = [
+        curves = [
             {int(row["round"]): float(row[metric]) for row in rows if row.get(metric) not in (None, "")}
             for rows in runs
         ]
         # a mean over other runs in each round would jump where a run ends or has no validation
-        rounds = sorted(set(known[0]).intersection(*known))
-        values = np.array([[run[round] for round in rounds] for run in known])
+        rounds = sorted(set(curves[0]).intersection(*curves))
+        values = np.array([[run[round] for round in rounds] for run in curves])
         axes.plot(rounds, values.mean(0), marker="o", markersize=3, color=colour, linestyle=style, label=name)
-        if len(known) > 1:
+        if len(curves) > 1:
             bounds = (values.mean(0) + sign * values.std(0, ddof=1) for sign in (-1, 1))
             # a band above 100 % would show accuracies that don't exist
             low, high = (np.clip(bound, 0, 1) for bound in bounds) if metric.endswith("acc") else bounds
