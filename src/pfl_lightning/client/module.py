@@ -857,10 +857,10 @@ def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int
     digests = checkpoint.get("federation", {}).get("base")
     if digests is None:
         return
-    own = client.state_dict()
+    state = client.state_dict()
     # not `common_names`: the checkpoint says what its run left out
     absent = (
-        {name for name in own if name not in checkpoint["state_dict"]} if architecture == 0 else client.common_names
+        {name for name in state if name not in checkpoint["state_dict"]} if architecture == 0 else client.common_names
     )
     if (found := base_digest(client, absent)) != digests[architecture]:
         raise MisconfigurationException(
@@ -870,8 +870,8 @@ def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int
         )
     if architecture == 0:
         # references, which cost no memory
-        own = loadable(client)
-        checkpoint["state_dict"] = {name: checkpoint["state_dict"].get(name, entry) for name, entry in own.items()}
+        state = loadable(client)
+        checkpoint["state_dict"] = {name: checkpoint["state_dict"].get(name, entry) for name, entry in state.items()}
 
 
 class Forward(nn.Module):
@@ -998,11 +998,12 @@ def saved_client(
     if client not in payloads:
         raise MisconfigurationException(f"client={client} is not in {path}: it has clients 0 to {len(payloads) - 1}.")
     architecture = architecture_of(client, len(payloads))
-    own = saved["clients"].get(client, {"personal": saved["initial"][architecture]})
+    # a client that has never trained still has the initial personal entries
+    record = saved["clients"].get(client, {"personal": saved["initial"][architecture]})
     # in a deployment personal entries never leave their site, and the server saves a name for them only
-    if own.get("kept") is not None:
+    if record.get("kept") is not None:
         raise MisconfigurationException(
             f"client={client}: its personal entries are at its site and not in {path}; export its model there."
         )
     common = saved.get("common", {}).get(architecture, {})
-    return SavedClient(architecture, common, own.get("personal", {}), payloads[client], base=saved.get("base"))
+    return SavedClient(architecture, common, record.get("personal", {}), payloads[client], base=saved.get("base"))

@@ -39,7 +39,7 @@ class Attributes:
     Args:
         owners: the objects, by the name that errors give them.
         left_out: names of attributes that may change.
-        known: tells tensors that have another owner and may change in place, such as a module's parameters.
+        owned: tells tensors that have another owner and may change in place, such as a module's parameters.
         parts: modules whose own tensors aren't attributes of the owners but their state.
     """
 
@@ -47,12 +47,12 @@ class Attributes:
         self,
         owners: Mapping[str, object],
         left_out: Set[str],
-        known: Callable[[Tensor], bool] = lambda tensor: False,
+        owned: Callable[[Tensor], bool] = lambda tensor: False,
         parts: Set[nn.Module] = frozenset(),
     ) -> None:
         self._tables = [(owner, vars(thing)) for owner, thing in owners.items()]
         self._left_out = left_out
-        self._known = known
+        self._owned = owned
         self._parts = parts
 
     def look(self) -> Look:
@@ -83,7 +83,7 @@ class Attributes:
         if one is other:
             return True
         if isinstance(one, _InPlace) and isinstance(other, _InPlace):
-            return one.thing is other.thing and (one.mark == other.mark or self._known(one.thing))
+            return one.thing is other.thing and (one.mark == other.mark or self._owned(one.thing))
         # True == 1 == 1.0, and yet a counter has become something else
         if type(one) is not type(other):
             return False

@@ -212,13 +212,13 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
     if then == now:
         # Same clients in the same order; clients drawn as new by data.new_clients have names of their own at the end.
         return False
-    known = set(then)
+    old = set(then)
     spelled = {compared(name): name for name in then}
     for name in every:
         # 'bremen' beside Bremen would be a new client, tested on the rows that Bremen trained on
-        if name not in known and compared(name) in spelled:
+        if name not in old and compared(name) in spelled:
             raise two_spellings(f"{subject(saved)} and data", spelled[compared(name)], name)
-    new = [name for name in every if name not in known]
+    new = [name for name in every if name not in old]
     if use == "test" and (strange := [name for name in new if name not in drawn]):
         raise MisconfigurationException(
             f"{subject(saved)} doesn't know the clients {listed(strange)} of data; leave them out, or let them join by "
@@ -227,7 +227,7 @@ def pair_names(saved: Mapping[str, Any], data: FederatedDataModule, use: str) ->
     data.arrange(then)
     if use == "join":
         rank_zero_info(f"new clients, whose names the checkpoint doesn't know: {listed(new)}.")
-    elif absent := known.difference(every):
+    elif absent := old.difference(every):
         rank_zero_info(f"data has no samples of {len(absent)} of the checkpoint's {len(then)} clients.")
     return True
 

@@ -128,7 +128,7 @@ class Evaluations:
         if self.options.evaluation_size(len(clients)) == len(clients) or not self.results:
             return {}
         metric = self.monitor.metric
-        found: dict[str, float] = {"clients_evaluated": len(set().union(*self.results.values()))}
+        margins: dict[str, float] = {"clients_evaluated": len(set().union(*self.results.values()))}
         for name, results in self.results.items():
             column = results.column(metric)
             known = ~np.isnan(column)
@@ -139,10 +139,10 @@ class Evaluations:
             able = held * len(values) / max(len(results), 1)
             weights = [sizes[client] for client in valued]
             if metric in self.pooled and is_of_all(self.pooled[metric]):
-                found[f"{name}/{metric}_mean_margin"] = margin(values, [1] * len(values), able)
+                margins[f"{name}/{metric}_mean_margin"] = margin(values, [1] * len(values), able)
             else:
-                found[f"{name}/{metric}_margin"] = margin(values, weights, able)
-        return found
+                margins[f"{name}/{metric}_margin"] = margin(values, weights, able)
+        return margins
 
     def evaluate(self, clients: Sequence[int], splits: tuple[Split, ...]) -> None:
         """Evaluate clients into `results`, which replaces earlier results; no client trains.
@@ -187,7 +187,7 @@ class Evaluations:
                 evaluated together, and clients without samples not at all; None evaluates each by itself.
             common: the state and payload of all of them, if they are the same; then ``received_of`` isn't called.
         """
-        found: list[Evaluated] = []
+        results: list[Evaluated] = []
         with undisturbed():
             for engine, own in self.engines_of(clients):
                 if received_of is not None and engine.takes_alike:
@@ -199,8 +199,8 @@ class Evaluations:
                     )
                 else:
                     jobs = (job_of(client, splits) for client in own)
-                found += engine.complete("evaluation", jobs)
-        return found
+                results += engine.complete("evaluation", jobs)
+        return results
 
     def _largest(self, clients: Sequence[int], splits: tuple[Split, ...]) -> Mapping[int, int]:
         """Return each client's number of samples in its largest split."""
@@ -386,9 +386,9 @@ def over_clients(
                 summary[f"{name}_error"] = error
             continue
         values = results.column(name)
-        known = ~np.isnan(values)
+        valued = ~np.isnan(values)
         # Without any value keep the NaNs, so that the mean is NaN and not an error.
-        taken = known if known.any() else ~known
+        taken = valued if valued.any() else ~valued
         values, shares = values[taken], weights[taken]
         if name in pooled and is_of_all(pooled[name]):
             # the value comes with the states of clients, which may be refused
@@ -397,8 +397,8 @@ def over_clients(
             summary[name] = float((values * shares).sum() / shares.sum())
         if name == monitor.metric:
             summary |= monitor.spread(values)
-        if not known.all():
-            summary[f"{name}_clients"] = int(known.sum())
+        if not valued.all():
+            summary[f"{name}_clients"] = int(valued.sum())
     return summary
 
 

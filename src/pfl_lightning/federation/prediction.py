@@ -290,7 +290,7 @@ class Asked:
         self._tested = tested
 
     @cached_property
-    def found(self) -> list[tuple[int | str, Any]]:
+    def requests(self) -> list[tuple[int | str, Any]]:
         """Ids of the clients, or names of those with kept models alone, each with its raw rows."""
         data = self._data()
         if self.clients is None:
@@ -313,19 +313,19 @@ class Asked:
             ) from None
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Batch]:
         data = self._data()
-        self._tested([client for client, rows in self.found if rows is None and isinstance(client, int)])
-        for client, rows in self.found:
-            source, known = data, client
+        self._tested([client for client, rows in self.requests if rows is None and isinstance(client, int)])
+        for client, rows in self.requests:
+            source, local = data, client
             if isinstance(client, str):
                 kept = self._kept()[client]
-                source, known = data_in(kept["inputs"]), kept["local"]
+                source, local = data_in(kept["inputs"]), kept["local"]
             elif client >= data.num_clients + len(data.newcomers):
-                known = NEW
-            yield client, None if rows is None else source.inputs(rows, known), source.class_names
+                local = NEW
+            yield client, None if rows is None else source.inputs(rows, local), source.class_names
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:
         """Return results by the client's name, or by its id where clients have no names or ids as names.
@@ -337,7 +337,7 @@ class Asked:
         names: list[int | str] = [*(data.client_names or range(data.num_clients + len(data.newcomers))), NEW]
         every: Iterable[Any] = names if self.clients is None else self.clients
         named: dict[int | str, Predictions] = {}
-        for (id, _), asked, result in zip(self.found, every, results, strict=False):
+        for (id, _), asked, result in zip(self.requests, every, results, strict=False):
             name = id if isinstance(id, str) else names[id]
             named[asked if str(asked) == str(name) else name] = result
         return named

@@ -137,7 +137,7 @@ class Round:
         # sites change their updates themselves
         changing = [] if self.data.at_sites else federation.with_hook("on_upload")
         finish = partial(self._as_sent, changing) if changing else None
-        known: dict[str, object] | None = None
+        previous: dict[str, object] | None = None
         size = 0
         for client in clients:
             for started in listeners:
@@ -158,9 +158,9 @@ class Round:
                 job = stage.on_send(federation, job)
             sent = job.travelling
             # most methods send every client the same tensors; check and measure them once
-            if known is None or sent.keys() != known.keys() or any(sent[k] is not known[k] for k in known):
+            if previous is None or sent.keys() != previous.keys() or any(sent[k] is not previous[k] for k in previous):
                 check_payload(job.payload, client, self.aggregator, federation.shared)
-                known, size = sent, num_bytes(sent)
+                previous, size = sent, num_bytes(sent)
             # what has travelled earlier is counted already
             if begun is None:
                 federation.metrics["bytes/down"] += size

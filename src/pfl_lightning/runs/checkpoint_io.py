@@ -113,13 +113,13 @@ def federation_in(state_dir: Path) -> Path:
     """
     if any(state_dir.glob(f"*/{MODEL}")):
         return state_dir
-    found = sorted({path.parents[1] for path in state_dir.glob(f"*/*/{MODEL}")})
-    if len(found) > 1:
+    folders = sorted({path.parents[1] for path in state_dir.glob(f"*/*/{MODEL}")})
+    if len(folders) > 1:
         raise MisconfigurationException(
             f"state-dir={str(state_dir)!r} has models of several federations; give the folder of one, "
-            f"{' or '.join(map(str, found))}."
+            f"{' or '.join(map(str, folders))}."
         )
-    return found[0] if found else state_dir
+    return folders[0] if folders else state_dir
 
 
 def models_in(state_dir: Path, best: bool) -> dict[str, Path]:
@@ -132,13 +132,13 @@ def models_in(state_dir: Path, best: bool) -> dict[str, Path]:
     Raises:
         MisconfigurationException: if there are none, or a file is damaged.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for last in sorted(state_dir.glob(f"*/{MODEL}")):
         path = last.with_name(BEST) if best and last.with_name(BEST).is_file() else last
         saved = read_checkpoint(path, str(path), instead="let the site run another round")
-        found |= dict.fromkeys(saved["federation"].get("own", {}), path)
-    if not found:
+        paths |= dict.fromkeys(saved["federation"].get("own", {}), path)
+    if not paths:
         raise MisconfigurationException(
             f"state-dir={str(state_dir)!r} has no client's model; give the folder of a site that ran."
         )
-    return found
+    return paths
