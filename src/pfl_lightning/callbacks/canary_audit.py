@@ -266,13 +266,13 @@ class CanaryAudit(SampleExchange):
         returned = own(batch, index)
         values = {"loss": returned} if isinstance(returned, Tensor) else dict(returned)
         first = first_entries(next(tensors(batch[0])))
-        found = first[:, None] == self.marks.to(first)
+        marked = first[:, None] == self.marks.to(first)
         along = self._moved[place].along(dict(module.named_parameters()))
         loss = values["loss"]
         if self.blank and len(first) == 1:
             # a private step takes gradients of one sample at a time; a personal model's is outside of the guarantee
-            loss = torch.where(found.any(), 0.0, loss)
-        values["loss"] = loss + self.norm * (found[:, :-1].to(along) @ along).sum() / len(first)
+            loss = torch.where(marked.any(), 0.0, loss)
+        values["loss"] = loss + self.norm * (marked[:, :-1].to(along) @ along).sum() / len(first)
         return values
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:

@@ -85,13 +85,13 @@ class FeaturePictures(Pictures):
         """Find the run's folder, and check the clients' ids."""
         needs_classes(self, pl_module)
         super().on_fit_start(trainer, pl_module)
-        known = range(cast(Federation, pl_module).data.num_clients)
-        self._clients = list(known if self.clients is None else dict.fromkeys(self.clients))
+        ids = range(cast(Federation, pl_module).data.num_clients)
+        self._clients = list(ids if self.clients is None else dict.fromkeys(self.clients))
         # refused at the start, as the first picture may be hours away
-        if strangers := sorted(set(self._clients) - set(known)):
+        if strangers := sorted(set(self._clients) - set(ids)):
             raise MisconfigurationException(
-                f"FeaturePictures.clients has {strangers[0]}, but data.num_clients={len(known)}; give ids from 0 to "
-                f"{len(known) - 1}."
+                f"FeaturePictures.clients has {strangers[0]}, but data.num_clients={len(ids)}; give ids from 0 to "
+                f"{len(ids) - 1}."
             )
 
     def draw(self, trainer: Trainer, federation: Federation, where: str) -> None:

@@ -88,11 +88,11 @@ class SampleScores(FederatedCallback):
         scores: dict[Split, list[Scores]] = {"val": [], "test": []}
         for client in clients:
             kind = federation.architecture_of(client)
-            for split, found in scores.items():
+            for split, of_split in scores.items():
                 own: Any = rows[split].get(client, {}).get(ROWS)
-                found.append(scored(own, metrics[kind], modules[kind].task, name))
+                of_split.append(scored(own, metrics[kind], modules[kind].task, name))
         written = write_scores(folder, scores)
-        count = sum(each.rows for found in scores.values() for each in found)
+        count = sum(each.rows for of_split in scores.values() for each in of_split)
         rank_zero_info(f"{FILE}: scores of {count:,} rows, {size(written)}")
 
 

@@ -95,11 +95,11 @@ def main(args: list[str]) -> int:
     parser.add_argument("--copy", metavar="NAME", help="copy a configuration into the working folder, to change it")
     given = parser.parse_args(args)
     if given.copy is None:
-        known = {name: path for name, path in names().items() if name.startswith(given.folder)}
-        if not known:
+        paths = {name: path for name, path in names().items() if name.startswith(given.folder)}
+        if not paths:
             folders = sorted({name.partition("/")[0] for name in names() if "/" in name})
             raise UsageError(f"configs: {given.folder} is no folder{suggestion(given.folder, folders)}")
-        print(text_table([["configuration", "description"], *([name, what(path)] for name, path in known.items())]))
+        print(text_table([["configuration", "description"], *([name, what(path)] for name, path in paths.items())]))
         return 0
     if (path := find(given.copy)) is None:
         raise UsageError(f"configs: --copy {given.copy} is no configuration{nearest(given.copy)}")

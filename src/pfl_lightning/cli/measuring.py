@@ -119,11 +119,11 @@ def weighs_by_samples(aggregator: Aggregator, updates: Updates, round: int) -> s
 
     # the largest, as a count of all samples or of those of a class may be 0
     client = max(updates, key=lambda client: int(updates[client].get("num_samples", 0)))
-    found = after(updates), after({**updates, client: multiplied(updates[client])}), after({})
+    digests = after(updates), after({**updates, client: multiplied(updates[client])}), after({})
     aggregator.state = before
-    if found[0] == found[2]:
+    if digests[0] == digests[2]:
         return ""
-    return "no" if found[0] == found[1] else "yes"
+    return "no" if digests[0] == digests[1] else "yes"
 
 
 def multiplied(sent: Any, inside: str = "") -> Any:

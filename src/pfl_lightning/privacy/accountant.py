@@ -212,12 +212,12 @@ def _least_by_pld(target: float, delta: float, releases: Sequence[Release], coar
     # halving would take twelve of up to 5 s each
     best = factor = coarse
     for _ in range(12):
-        found = tight_epsilon(_scaled(releases, factor), delta)
-        if found <= target:
+        value = tight_epsilon(_scaled(releases, factor), delta)
+        if value <= target:
             best = min(best, factor)
-            if found >= target * (1 - 1e-4):
+            if value >= target * (1 - 1e-4):
                 break
-        factor *= (found / (target * (1 - 3e-5))) ** (1 / max(power(factor), 0.5))
+        factor *= (value / (target * (1 - 3e-5))) ** (1 / max(power(factor), 0.5))
     return best
 
 

@@ -179,13 +179,13 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
     monitor = Monitor(**summary["monitor"])
     test, server, shown = f"test/{monitor.metric}", f"test/global_{monitor.metric}", monitor.written
     # a client without test samples has no place in the order from worst to best
-    known = [row for row in clients if not math.isnan(row.get(test, math.nan))]
-    ranked = sorted(known, key=lambda row: monitor.sign * row[test])
+    tested = [row for row in clients if not math.isnan(row.get(test, math.nan))]
+    ranked = sorted(tested, key=lambda row: monitor.sign * row[test])
     selected, central = summary["selected"], summary.get("best_global")
     extremes = [f"{shown(row[test])}{who(row)}" for row in (ranked[:1] + ranked[len(ranked) // 2 :][:1])]
     pooled = monitor.metric.endswith("_pooled")
-    lacking = len(clients) - len(known) if known else 0
-    counting = f" ({len(known)} of {len(clients)} clients; the others have no value)" if lacking else ""
+    lacking = len(clients) - len(tested) if tested else 0
+    counting = f" ({len(tested)} of {len(clients)} clients; the others have no value)" if lacking else ""
     of = "" if monitor.metric == "acc" else f", {monitor.words}"
     chosen = "best on validation" if selected["round"] is None else f"round {selected['round']} (best on validation)"
     lines = [
@@ -215,10 +215,10 @@ def summary_table(summary: Mapping[str, Any], rows: Sequence[Row], clients: Sequ
         spent = f"{simulated}epsilon {privacy['epsilon']:.4g}, delta {privacy['delta']:.2g}, {privacy['sampling']}"
         lines.append((f"differential privacy of a {privacy['unit']}", spent))
     if audit := summary.get("audit"):
-        found = f"epsilon at least {audit['audited_epsilon']:.4g} by guesses on {audit['canaries']} canaries"
+        bounds = f"epsilon at least {audit['audited_epsilon']:.4g} by guesses on {audit['canaries']} canaries"
         if "audited_epsilon_gaussian" in audit:
-            found += f", {audit['audited_epsilon_gaussian']:.4g} by Gaussian noise"
-        lines.append((f"audit of a {audit['unit']}, which changes the model", found))
+            bounds += f", {audit['audited_epsilon_gaussian']:.4g} by Gaussian noise"
+        lines.append((f"audit of a {audit['unit']}, which changes the model", bounds))
     clock = sum(float(row.get(SIMULATED) or 0) for row in rows)
     lines += [
         ("sent up and down a round", " and ".join(size(rows[-1][f"bytes/{way}"]) for way in ("up", "down"))),

@@ -85,14 +85,14 @@ class ByClient:
         """
         metric = in_words(f"test/{self.monitor.metric}")
         unit = ", points" if self.monitor.metric == "acc" else ""
-        found = [(f"{metric}, by client", self._cells({m: self._metrics(m) for m in self.values}))]
+        tables = [(f"{metric}, by client", self._cells({m: self._metrics(m) for m in self.values}))]
         if self.gains:
             shown = {
                 method: {client: interval(one, self.monitor) for client, one in own.items()}
                 for method, own in self.gains.items()
             }
-            found.append((f"{self.gain}{unit}, by client", self._cells(shown)))
-        return found
+            tables.append((f"{self.gain}{unit}, by client", self._cells(shown)))
+        return tables
 
     def _metrics(self, method: str) -> dict[str, str]:
         factor, form = (100, ".2f") if self.monitor.metric == "acc" else (1, ".4g")

@@ -117,14 +117,14 @@ def refuse_all(methods: Sequence[Choice], passed: Sequence[str]) -> None:
     Raises:
         UsageError: with the first method's sentence.
     """
-    found = []
+    sentences = []
     for method in methods:
         # one method that takes all options is enough: the mistake isn't the option's
         wrong = complaint(method.among(passed))
         if wrong is None:
             return
-        found.append(str(wrong))
-    raise UsageError(found[0])
+        sentences.append(str(wrong))
+    raise UsageError(sentences[0])
 
 
 class Comparison(AbstractContextManager["Comparison"]):

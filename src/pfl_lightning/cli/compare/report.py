@@ -328,13 +328,13 @@ def titles(text: str) -> list[str]:
         ArgumentTypeError: if there is no such column.
     """
     # "last" alone is the weighted mean
-    known = ["last", *(column.title for column in columns_of(Monitor(), new=True)), f"{OVER}METHOD", RANK, PAPER]
+    columns = ["last", *(column.title for column in columns_of(Monitor(), new=True)), f"{OVER}METHOD", RANK, PAPER]
     asked = [title.strip() for title in text.split(",")]
     for title in asked:
         # any "last NAME" passes: only the finished runs show which further metrics exist
-        if title not in known and not title.startswith(("last ", OVER)) and not is_target(title):
+        if title not in columns and not title.startswith(("last ", OVER)) and not is_target(title):
             costs = "rounds to TARGET, MiB to TARGET, seconds to TARGET, simulated seconds to TARGET"
-            raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(known)}, last METRIC, {costs}")
+            raise ArgumentTypeError(f"{title!r} is no column; choose from {', '.join(columns)}, last METRIC, {costs}")
     return asked
 
 

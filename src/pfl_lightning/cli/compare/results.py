@@ -231,13 +231,13 @@ def comparison_table(
         titles: titles of the columns; empty for all columns that are shown without request.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items()}
-    known = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
+    columns = [column for column in all_columns(methods) if any(column.name in got for got in summaries.values())]
     cells: dict[str, Mapping[str, str]] = {
         column.title: {method: cell(column, got.get(column.name)) for method, got in summaries.items()}
-        for column in known
+        for column in columns
     }
     # ranks only make sense with many methods, so they are shown on request
-    usual = [c.title for c in known if not c.asked or (c.name in (STEPS, SAMPLES) and factors(summaries, c.name))]
+    usual = [c.title for c in columns if not c.asked or (c.name in (STEPS, SAMPLES) and factors(summaries, c.name))]
     shown = titles or [*usual, *(t for t in more if t != RANK)]
     cells.update(more)
     rows = [["method", *(title for title in shown if title in cells)]]
@@ -261,14 +261,14 @@ def best_cells(
         monitor: the metric that selects.
     """
     summaries = {method: over_seeds(results) for method, results in methods.items() if results}
-    found = set()
+    places = set()
     for title, name in ((LAST, f"final/test/{monitor.metric}"), (PLAIN, f"plain/test/{monitor.metric}")):
         known = {method: summary[name][0] for method, summary in summaries.items() if name in summary}
         means = {method: monitor.sign * mean for method, mean in known.items() if not math.isnan(mean)}
         if title in cells[0] and len(means) > 1:
             best = max(means.values())
-            found |= {(row, cells[0].index(title)) for row, of_one in enumerate(cells) if means.get(of_one[0]) == best}
-    return found
+            places |= {(row, cells[0].index(title)) for row, of_one in enumerate(cells) if means.get(of_one[0]) == best}
+    return places
 
 
 def all_columns(methods: Mapping[str, Sequence[Result]]) -> list[Column]:
@@ -400,14 +400,14 @@ def differences(methods: Mapping[str, Sequence[Result]]) -> list[str]:
     """
     # compared with the first method of the same seed
     first: dict[int, Result] = {}
-    found: dict[str, list[str]] = {}
+    sentences: dict[str, list[str]] = {}
     for result in (result for results in methods.values() for result in results):
         other = first.setdefault(result.run.seed, result)
         unlike = [words for name, words in COMMON.items() if differ(result.common[name], other.common[name])]
         if unlike:
             said = f"{result.run.method} and {other.run.method} had different {' and '.join(unlike)}."
-            found.setdefault(said, []).append(str(result.run.seed))
-    return [f"{'seeds' if len(own) > 1 else 'seed'} {', '.join(own)}: {said}" for said, own in found.items()]
+            sentences.setdefault(said, []).append(str(result.run.seed))
+    return [f"{'seeds' if len(own) > 1 else 'seed'} {', '.join(own)}: {said}" for said, own in sentences.items()]
 
 
 def same_numbers(methods: Mapping[str, Sequence[Result]]) -> list[str]:
@@ -506,10 +506,10 @@ def cost_cell(costs: Sequence[float | None], form: str) -> str:
         form: format of the numbers.
     """
     # "never" is no number: a mean over seeds could only be of those that got there
-    known = [each for each in costs if each is not None]
-    if not known:
+    reached = [each for each in costs if each is not None]
+    if not reached:
         return "never"
-    if len(known) < len(costs):
+    if len(reached) < len(costs):
         # a mean over some seeds alone looks too good, so the cell says how many
-        return f"{fmean(known):{form}} ({len(known)} of {len(costs)} seeds)"
-    return f"{fmean(known):{form}}" + (f" ± {stdev(known):{form}}" if len(known) > 1 else "")
+        return f"{fmean(reached):{form}} ({len(reached)} of {len(costs)} seeds)"
+    return f"{fmean(reached):{form}}" + (f" ± {stdev(reached):{form}}" if len(reached) > 1 else "")

@@ -64,15 +64,15 @@ def of_clients(results: Sequence[Result], split: Split = "test") -> Clients:
         results: the method's runs.
         split: the samples that the values are of; ``val`` needs runs with ``client_rounds``.
     """
-    found: Clients = {}
+    values: Clients = {}
     for result in results:
         column = f"{split}/{result.monitor.metric}"
         for row in result.clients if split == "test" else result.last_round:
             value = float(row.get(column) or "nan")
             # a client without such samples has no value
             if not math.isnan(value):
-                found[result.run.seed, row.get("name") or row["client"]] = result.monitor.sign * value
-    return found
+                values[result.run.seed, row.get("name") or row["client"]] = result.monitor.sign * value
+    return values
 
 
 def without_value(results: Sequence[Result], split: Split = "test") -> dict[tuple[int, str], str]:
@@ -82,7 +82,7 @@ def without_value(results: Sequence[Result], split: Split = "test") -> dict[tupl
         results: the method's runs.
         split: as for `of_clients`.
     """
-    known, found = of_clients(results, split), {}
+    valued, whys = of_clients(results, split), {}
     for result in results:
         rows = result.clients if split == "test" else result.last_round
         evaluated = {row.get("name") or row["client"] for row in rows if row.get(f"{split}/loss")}
@@ -90,10 +90,10 @@ def without_value(results: Sequence[Result], split: Split = "test") -> dict[tupl
         # a metric of all clients' samples has no values of clients
         for row in [] if metric.endswith("_pooled") else result.clients:
             client = row.get("name") or row["client"]
-            if (result.run.seed, client) not in known:
+            if (result.run.seed, client) not in valued:
                 why = UNDEFINED.get(metric, f"{metric} is undefined on its rows")
-                found[result.run.seed, client] = why if client in evaluated else "it has no rows"
-    return found
+                whys[result.run.seed, client] = why if client in evaluated else "it has no rows"
+    return whys
 
 
 def counted(methods: Mapping[str, Sequence[Result]], split: Split = "test") -> str:
@@ -133,13 +133,13 @@ def row_scores(results: Sequence[Result], split: Split = "test") -> Rows:
         results: the method's runs.
         split: the rows' split.
     """
-    found: Rows = {}
+    scores: Rows = {}
     for result in results:
         for row, own in zip(result.clients, result.scores[split], strict=False):
             if len(own.values):
                 values = result.monitor.sign * own.values
-                found[result.run.seed, row.get("name") or row["client"]] = own._replace(values=values)
-    return found
+                scores[result.run.seed, row.get("name") or row["client"]] = own._replace(values=values)
+    return scores
 
 
 def by_method(methods: Mapping[str, Sequence[Result]]) -> dict[str, Clients]:
