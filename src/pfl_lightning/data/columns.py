@@ -189,11 +189,11 @@ def check_splits(splits: NDArray[Any]) -> None:
     Raises:
         MisconfigurationException: if a value is something else.
     """
-    known = get_args(Split)
-    wrong = ~np.isin(splits.astype(str), known)
+    allowed = get_args(Split)
+    wrong = ~np.isin(splits.astype(str), allowed)
     if wrong.any():
         row = int(wrong.argmax())
         raise MisconfigurationException(
-            f"the split of {int(wrong.sum())} of {len(splits)} samples is none of {', '.join(known)}, first in row "
+            f"the split of {int(wrong.sum())} of {len(splits)} samples is none of {', '.join(allowed)}, first in row "
             f"{row}, {str(splits[row])!r}; rename it"
         )

@@ -828,11 +828,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         if type(self).counts_of is FederatedDataModule.counts_of:
             held = [parts[split] for parts in self.division.clients[: self.num_clients]]
             rows, classes = torch.cat(held), number_of_classes(self.task, "a count of classes")
-            found = cast(Tensor, self.task.classes(take(self._ready().samples.y, rows)))
-            if len(found) == len(rows):
+            labels = cast(Tensor, self.task.classes(take(self._ready().samples.y, rows)))
+            if len(labels) == len(rows):
                 # all clients at once: a count of their own takes 10 microseconds each
                 owners = torch.repeat_interleave(torch.tensor([len(part) for part in held]))
-                counts = torch.bincount(owners * classes + found, minlength=len(held) * classes)
+                counts = torch.bincount(owners * classes + labels, minlength=len(held) * classes)
                 return counts.view(len(held), classes)
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
 

@@ -55,9 +55,9 @@ class SimplexLinear(nn.Module):
     def shares(self) -> Tensor:
         r"""Return :math:`\alpha`: in training a draw near the centre, or from all of the simplex; else the centre."""
         centre, size = self.centre, len(self.centre)
-        found = centre.any()
+        has_centre = centre.any()
         if not self.training:
-            return torch.where(found, centre, 1 / size)
+            return torch.where(has_centre, centre, 1 / size)
         draw = partial(torch.rand, dtype=centre.dtype, device=centre.device)
         # the smallest number, against a division of 0 by 0
         least = torch.finfo(centre.dtype).tiny
@@ -66,7 +66,7 @@ class SimplexLinear(nn.Module):
         u = 2 * draw(size) - 1
         near = centre + self.radius * draw(()) * u / u.abs().sum().clamp_min(least)
         # by `where` and not by `if`, so that many clients can run at once
-        return torch.where(found, near, numbers / numbers.sum())
+        return torch.where(has_centre, near, numbers / numbers.sum())
 
     def forward(self, features: Tensor) -> Tensor:
         """Return outputs ``[n, outputs]``.

@@ -217,14 +217,14 @@ def find_output_layer(client: nn.Module, num_classes: int, name: str | None = No
             f"choose from {', '.join(map(repr, linear)) or 'none in this net'}."
         )
     # a layer with as many outputs inside the features isn't the output layer
-    found = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
+    paths = [path for path in linear if path == "net.classifier" or path.startswith("net.classifier.")]
     # two layers with as many outputs as classes: a guess would average the wrong one in silence
-    if len(found) != 1:
+    if len(paths) != 1:
         raise MisconfigurationException(
-            f"the net's classifier has {len(found)} linear layers with {num_classes} outputs, and not one that gives "
+            f"the net's classifier has {len(paths)} linear layers with {num_classes} outputs, and not one that gives "
             "the logits; name it by output_layer, such as 'net.classifier.0'."
         )
-    return found[0]
+    return paths[0]
 
 
 def feature_size(net: Net) -> int:

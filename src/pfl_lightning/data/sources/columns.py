@@ -245,11 +245,11 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
                 "list of values per column, or a list of dicts"
             ) from None
     # a Parquet file knows its types and has no cells to part
-    known = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
-    there = column_names(path, known)
+    options = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
+    there = column_names(path, options)
     for column in columns:
         check_column(f"inputs of {owner}", column, there)
-    if not len(table := read_table(path, columns, known, texts)):
+    if not len(table := read_table(path, columns, options, texts)):
         raise MisconfigurationException(f"data: {owner} has no row to predict for; give at least one")
     return table, owner
 
@@ -393,11 +393,11 @@ def coded(values: Any, owner: str) -> tuple[NDArray[np.int64], list[str]]:
         row, value = next(wrong)
         raise not_one_value(value, row, owner)
     codes = np.full(len(objects), -1, dtype=np.int64)
-    found, different = pandas.factorize(objects[~gaps])
+    numbers, different = pandas.factorize(objects[~gaps])
     texts = [as_text(value) for value in different]
     words = sorted(set(texts))
     places = {word: place for place, word in enumerate(words)}
-    codes[~gaps] = np.array([places[text] for text in texts], dtype=np.int64)[found]
+    codes[~gaps] = np.array([places[text] for text in texts], dtype=np.int64)[numbers]
     return codes, words
 
 

@@ -145,13 +145,13 @@ def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFD
             "download it first, as nothing is fetched here"
         )
     try:
-        found = reader(str(path))
+        table = reader(str(path))
     # the readers raise many types, their own ones and pyarrow's
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise MisconfigurationException(f"{setting}={str(path)!r} cannot be read ({reason})") from None
-    if isinstance(found, datasets.DatasetDict):
+    if isinstance(table, datasets.DatasetDict):
         raise MisconfigurationException(
-            f"{setting}={str(path)!r} has several data sets; give the folder of one, such as {str(path / min(found))!r}"
+            f"{setting}={str(path)!r} has several data sets; give the folder of one, such as {str(path / min(table))!r}"
         )
-    return found
+    return table

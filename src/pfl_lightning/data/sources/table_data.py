@@ -1155,15 +1155,15 @@ def columns_of(table: Any) -> dict[str, Any]:
         table: a pandas data frame.
     """
     factorize = package("pandas", "tables", "TableData").factorize
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in table:
         values = table[name]
         if values.dtype.kind in "biuf":
-            found[name] = values.to_numpy(dtype=np.float64, na_value=np.nan)
+            columns[name] = values.to_numpy(dtype=np.float64, na_value=np.nan)
         else:
             codes, texts = factorize(values.astype(str).to_numpy())
-            found[name] = codes, [str(text) for text in texts]
-    return found
+            columns[name] = codes, [str(text) for text in texts]
+    return columns
 
 
 def take_rows(raw: Any, rows: NDArray[np.int64]) -> Any:

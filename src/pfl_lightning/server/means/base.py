@@ -223,9 +223,10 @@ class Averaging:
         counts = torch.tensor([weights[client] for client in clients], dtype=torch.float64)
         seed = derive_seed(self.seed, "mean", draw)
         states = [sent[client] for client in clients]
-        found = self.mean.of(Vectors(states, origin, names, counts / counts.sum(), seed, buffers=buffers))
-        if found.shares is None:
-            return Combined(found.entries, {})
+        combined = self.mean.of(Vectors(states, origin, names, counts / counts.sum(), seed, buffers=buffers))
+        if combined.shares is None:
+            return Combined(combined.entries, {})
         return Combined(
-            found.entries, dict.fromkeys(sorted(sent), 0.0) | dict(zip(clients, found.shares.tolist(), strict=True))
+            combined.entries,
+            dict.fromkeys(sorted(sent), 0.0) | dict(zip(clients, combined.shares.tolist(), strict=True)),
         )
