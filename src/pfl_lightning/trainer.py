@@ -886,13 +886,13 @@ def check_machine(arguments: dict[str, Any]) -> None:
         MisconfigurationException: at the first such value.
     """
     accelerator, devices = arguments.get("accelerator", "auto"), arguments["devices"]
-    found = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
-    if accelerator in ACCELERATORS and accelerator not in found:
+    accelerators = [name for name, kinds in ACCELERATORS.items() if any(kind.is_available() for kind in kinds)]
+    if accelerator in ACCELERATORS and accelerator not in accelerators:
         raise MisconfigurationException(
             f"trainer.accelerator={accelerator} is not on this machine, or torch is installed without it; choose from "
-            f"{', '.join(['cpu', *found])}."
+            f"{', '.join(['cpu', *accelerators])}."
         )
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not found)
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not accelerators)
     if on_cpu and not (str(devices).isdigit() and int(devices) > 0):
         raise MisconfigurationException(
             f"trainer.devices={devices} must be a number of processes from 1 up, because trainer.accelerator is the "

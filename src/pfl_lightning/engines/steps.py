@@ -75,11 +75,11 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
         trains = f"{type(module).__name__} trains in its phase {phase.name!r}"
         # a linear net has no body, which is no matter of freezing
         if any(phase.trains(name) for name, _ in module.named_parameters()):
-            found = f"all parameters that {trains} are frozen (requires_grad=False); leave some trainable"
+            reason = f"all parameters that {trains} are frozen (requires_grad=False); leave some trainable"
         else:
-            found = f"it has no parameter of those that {trains}; take a net with such layers"
+            reason = f"it has no parameter of those that {trains}; take a net with such layers"
         raise MisconfigurationException(
-            f"model.net={type(module.net).__name__}: {found}, or take a method that trains the whole net, such as "
+            f"model.net={type(module.net).__name__}: {reason}, or take a method that trains the whole net, such as "
             "FedAvg."
         )
     optimizer = module.local_optimizer(phase, parameters)

@@ -485,11 +485,11 @@ class Federation(LightningModule):
     def _set_up_server(self, seed: int) -> None:
         """Prepare the aggregator and the client selection for a seed."""
         clients, rounds = self.data.num_clients, self.trainer.max_epochs or -1
-        known, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
+        num_rounds, sampling = None if rounds < 0 else rounds, self.options.sampling(clients)
         summed = any("sums" in stage.does for stage in self.options.stages.values())
         self.seed = seed
         self.aggregator.setup(
-            Server(clients, self.shared, self.client, self.data, seed, known, sampling, self.is_deployed, summed)
+            Server(clients, self.shared, self.client, self.data, seed, num_rounds, sampling, self.is_deployed, summed)
         )
         self.remembered = Remembered(self.aggregator, self.architectures)
         self.options.cohort.setup(self.sizes(range(self.data.num_clients), "train"))

@@ -378,13 +378,13 @@ def phases_of(module: ClientModule, epochs: int | None) -> Callable[[], list[Pha
         # other forever.
         hook = vars(module).pop("local_phases")
         try:
-            found = module.joining_phases()
+            joining = module.joining_phases()
         finally:
             vars(module)["local_phases"] = hook
         if epochs is None:
-            return found
+            return joining
         # A phase with its own data, such as a public set, isn't a pass over the client's samples.
-        return [phase if phase.data is not None else replace(phase, epochs=epochs, steps=None) for phase in found]
+        return [phase if phase.data is not None else replace(phase, epochs=epochs, steps=None) for phase in joining]
 
     return phases
 
@@ -404,10 +404,10 @@ def reported(federation: Federation, received: Mapping[int, Metrics], joined: Ma
     clients: dict[int, dict[str, float]] = {client: {} for client in sorted(joined)}
     for split, name in SPLITS.items():
         for column, results in ((f"{name}_received", received), (name, joined)):
-            known = {client: results[client][split] for client in clients if split in results[client]}
-            summary = federation.evaluations.summary_of(split, ClientMetrics.of(known))
+            measured = {client: results[client][split] for client in clients if split in results[client]}
+            summary = federation.evaluations.summary_of(split, ClientMetrics.of(measured))
             metrics |= {value.replace(split, column, 1): summary[value] for value in summary}
             if split == "test":
-                for client, values in known.items():
+                for client, values in measured.items():
                     clients[client] |= {f"{column}/{metric}": value for metric, value in own_values(values).items()}
     return Joined(metrics, clients)

@@ -470,12 +470,12 @@ def data_in(states: Mapping[str, Any], **replaced: Any) -> FederatedDataModule:
         MisconfigurationException: if no such class has been imported, or it makes inputs by code of its own that may
             need the samples.
     """
-    known: list[Any] = [FederatedDataModule]
-    for each in known:
+    classes: list[Any] = [FederatedDataModule]
+    for each in classes:
         # the list grows while the loop runs, until it has all descendants
-        known += each.__subclasses__()
+        classes += each.__subclasses__()
     kind: type[FederatedDataModule] | None
-    kind = next((each for each in reversed(known) if each.__qualname__ in states), None)
+    kind = next((each for each in reversed(classes) if each.__qualname__ in states), None)
     if kind is None or not works_alone(kind):
         reason = f"{kind.__qualname__} may need the samples" if kind else "no class of data that it names is imported"
         raise NeedsSamples(
