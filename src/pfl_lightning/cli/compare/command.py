@@ -229,7 +229,7 @@ class Comparison(AbstractContextManager["Comparison"]):
         folds = {f"fold_{k}": ("--data.val_fold", str(k)) for k in numbers} if len(numbers) > 1 else {"": ()}
         made: dict[str, list[tuple[Trial, list[Run]]]] = {}
         for method in methods:
-            own = {name: values for name, values in tried.items() if name not in lacking[method.label]}
+            settings = {name: values for name, values in tried.items() if name not in lacking[method.label]}
             # one seed for all trials: the chosen value holds for every seed, at a fraction of the cost
             folder, seed = self.out / "tuning", self.given.seeds[0]
             made[method.label] = [
@@ -240,7 +240,7 @@ class Comparison(AbstractContextManager["Comparison"]):
                         for name, fold in folds.items()
                     ],
                 )
-                for trial in (trials(own) if own else [])
+                for trial in (trials(settings) if settings else [])
             ]
         grid = "; ".join(f"{name.rpartition('.')[2]} {', '.join(values)}" for name, values in tried.items())
         length = "" if rounds is None else f", for {rounds} rounds"
@@ -250,15 +250,15 @@ class Comparison(AbstractContextManager["Comparison"]):
             [
                 replace(run, method=f"{run.method} {trial.name}")
                 for each in made.values()
-                for trial, own in each
-                for run in own
+                for trial, runs in each
+                for run in runs
             ]
         )
         chosen: dict[str, Trial] = {}
         for label, each in made.items():
             self.trials += rows_of(label, each)
             without = f"no {' and no '.join(lacking[label])}"
-            if self.given.commands and not all(run.finished for _, own in each for run in own):
+            if self.given.commands and not all(run.finished for _, runs in each for run in runs):
                 said = "its runs' commands can be told once all of its trials are made"
             elif not each:
                 chosen[label], said = Trial(), f"it has {without}, and runs untuned"
