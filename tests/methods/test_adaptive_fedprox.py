@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import Spy, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
+from federations import Spy, blobs, drawn_update, equal, fit, make_client, noisy, set_up
 from pfl_lightning.aggregators import AdaptiveProximal
 from pfl_lightning.methods import AdaptiveFedProx, FedAvg, FedProx
 
@@ -78,11 +78,6 @@ def test_a_risen_weight_reaches_the_next_round():
     # the first round counts as a fall, so that the second has no term
     assert [row["server/mu"] for row in falling.rows] == [5, 0]
     assert not equal(falling.weights, constant.weights)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(AdaptiveFedProx, tmp_path)
 
 
 def test_one_client_of_few_classes_trains():

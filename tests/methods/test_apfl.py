@@ -7,19 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_batches_of_one,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    noisy,
-    points,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, check_batches_of_one, equal, fit, make_client, noisy, points
 from pfl_lightning.methods import APFL, FedAvg, Local
 from pfl_lightning.nets import Net
 
@@ -115,12 +103,6 @@ def test_the_share_stays_between_0_and_1():
     shares = [float(state.personal["alpha"]) for state in run.federation.clients.values()]
     assert set(shares) <= {0.0, 1.0}
     assert 0 <= run.rows[-1]["train/alpha"] <= 1
-
-
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.by_default("outputs")
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(mix, tmp_path):
-    check_order_and_resume(partial(APFL, mix=mix), tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -17,7 +17,6 @@ from federations import (
     Pause,
     Spy,
     blobs,
-    check_order_and_resume,
     equal,
     fit,
     load_client,
@@ -300,11 +299,6 @@ def test_a_client_that_stays_away_keeps_its_core_and_its_relationships():
     whole = fit(make_client(FAST), callbacks=[Pause(3)], clients_per_round=2, max_rounds=4)
     for k in set(whole.federation.clients) - set(spy.cohorts[-1]):
         assert torch.equal(rho(run, k), rho(whole, k))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FAST, tmp_path)
 
 
 def test_evaluation_is_of_the_personalised_model_before_and_after_training(tmp_path):

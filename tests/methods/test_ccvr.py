@@ -10,7 +10,6 @@ from federations import (
     Spy,
     blobs,
     check_batches_of_one,
-    check_order_and_resume,
     equal,
     fit,
     make_client,
@@ -133,11 +132,6 @@ def test_a_pause_before_the_last_round_changes_no_bit(tmp_path):
     whole = fit(make_client(CCVR, **make), max_rounds=3)
     fit(make_client(CCVR, **make), root=tmp_path, callbacks=[Pause(2)], max_rounds=3)
     assert same_end(whole, fit(make_client(CCVR, **make), root=tmp_path, ckpt_path="last", max_rounds=3))
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(CCVR, tmp_path)
 
 
 def test_the_report_joins_another_method_s_training():

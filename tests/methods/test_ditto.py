@@ -7,18 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    Altered,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    load_client,
-    make_client,
-    noisy,
-    same_end,
-)
+from federations import Altered, Spy, blobs, equal, fit, load_client, make_client, noisy, same_end
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.fedavg import FedAvg
@@ -177,11 +166,6 @@ def test_the_personal_model_stays_with_its_client_also_over_rounds_without_it():
             waited += 1
             assert equal(models(before)[client], models(after)[client])
     assert waited
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(TIED, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
-from federations import Spy, check_order_and_resume, equal, fit, flat, make_client, near
+from federations import Spy, equal, fit, flat, make_client, near
 from pfl_lightning import WeightedAverage
 from pfl_lightning.methods import ControlVariates, DPScaffold, FedAvg
 from pfl_lightning.methods.scaffold import SCAFFOLD
@@ -90,8 +90,3 @@ def test_who_corrects_in_the_loss_or_does_not_say_so_is_refused():
 def test_option_one_is_refused_by_name():
     with pytest.raises(MisconfigurationException, match=r"model\.option='I'"):
         make_client(DPScaffold, option="I")
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(DPScaffold, tmp_path)

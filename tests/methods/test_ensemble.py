@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from federations import SIZES, check_order_and_resume, equal, fit, load_client, make_client, noisy
+from federations import SIZES, equal, fit, load_client, make_client, noisy
 from pfl_lightning.methods import Ensemble, Local
 from pfl_lightning.tasks import MultiLabel, NextToken, Poisson, Quantile, Regression, Segmentation, Survival
 from tasks_and_data import drawn
@@ -68,11 +68,6 @@ def plain_nets(run):
         net.load_state_dict({name.removeprefix("net."): t for name, t in model.items()})
         nets.append(net)
     return nets
-
-
-@pytest.mark.exhaustive
-def test_order_and_resuming_change_nothing(tmp_path):
-    check_order_and_resume(Ensemble, tmp_path)
 
 
 SHARES = torch.tensor([0.5, 0.3, 0.2])

@@ -7,20 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    load_client,
-    make_client,
-    near,
-    noisy,
-    plain,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, load_client, make_client, near, noisy, plain
 from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import fedala
 from pfl_lightning.methods.fedala import FedALA
@@ -225,11 +212,6 @@ def test_only_the_model_travels_and_only_the_mixed_layers_and_their_weights_stay
 def test_one_client_receives_what_it_has_and_is_fedavg_bit_for_bit():
     ala, average = fit(make_client(FedALA), blobs(30)), fit(make_client(), blobs(30))
     assert equal({name: ala.weights[name] for name in average.weights}, average.weights)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(FedALA, layers=3, max_passes=5), tmp_path)
 
 
 @pytest.mark.parametrize(

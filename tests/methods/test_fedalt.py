@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy, points, set_up
+from federations import Spy, blobs, equal, fit, make_client, near, noisy, points, set_up
 from peft_nets import peft_net
 from pfl_lightning.methods import FedALT
 from pfl_lightning.methods.fedalt import RestOfWorld
@@ -139,8 +139,3 @@ def test_adapters_that_are_no_product_of_plain_layers_are_refused_by_name():
 
     with pytest.raises(MisconfigurationException, match=r"lora_magnitude_vector.* FedALT"):
         FedALT(net, (6,), 3)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedALT, tmp_path)

@@ -12,7 +12,6 @@ from federations import (
     Spy,
     blobs,
     check_batches_of_one,
-    check_order_and_resume,
     drawn_update,
     equal,
     fit,
@@ -132,11 +131,6 @@ def test_without_slopes_the_server_averages_by_samples():
     assert equal(ours.global_model(), plain.global_model())
     before = ours.global_model()
     assert ours.aggregate({}, 1) == {} and equal(ours.global_model(), before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedAS, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -7,15 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    noisy,
-)
+from federations import Spy, blobs, equal, fit, make_client, noisy
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.fedbabu import FedBABU
@@ -101,12 +93,6 @@ def test_evaluation_leaves_no_trace(buffers):
     first = run.test()
     assert equal(run.federation.federation_state(), before)
     assert run.test() == first
-
-
-@pytest.mark.parametrize("evaluate", ["before", "both"])
-@pytest.mark.by_default("before")
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(evaluate, tmp_path):
-    check_order_and_resume(FedBABU, tmp_path, evaluate=evaluate)
 
 
 @pytest.mark.parametrize(("buffers", "travel"), [("average", True), ("local", False)])

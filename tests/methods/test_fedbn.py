@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from federations import HIDDEN, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy
+from federations import HIDDEN, Spy, blobs, equal, fit, make_client, noisy
 from pfl_lightning.methods import FedAvg, FedBN, Local
 from pfl_lightning.nets import Net
 
@@ -41,8 +41,3 @@ def test_of_one_client_it_is_local_training_bit_for_bit():
 def test_it_differs_from_fedavg():
     bn, average = (fit(make_client(method, net=noisy)) for method in (FedBN, FedAvg))
     assert bn.rows[-1]["val/loss"] != average.rows[-1]["val/loss"]
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedBN, tmp_path)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Spy, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, noisy, set_up
+from federations import Spy, blobs, drawn_update, equal, fit, make_client, noisy, set_up
 from pfl_lightning.aggregators import CriticalAverage
 from pfl_lightning.methods import FedAvg, FedCAC
 from pfl_lightning.methods.fedcac import critical, overlaps, packed, unpacked
@@ -124,11 +124,6 @@ def test_one_client_is_trained_alone_and_nobody_changes_nothing():
     ours = run.federation.aggregator
     before = copy.deepcopy(ours.state)
     assert ours.aggregate({}, 5) == {} and equal(ours.state, before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedCAC, tmp_path)
 
 
 @pytest.mark.parametrize(("make", "name"), [(partial(make_client, FedCAC, tau=2.0), "tau"), (CriticalAverage, "beta")])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import HIDDEN, Spy, blobs, check_batches_of_one, check_order_and_resume, fit, make_client, points
+from federations import HIDDEN, Spy, blobs, check_batches_of_one, fit, make_client, points
 from pfl_lightning.methods import FedCP
 from pfl_lightning.methods.fedcp import discrepancy
 from pfl_lightning.nets import Net
@@ -123,11 +123,6 @@ def test_two_steps_by_hand_with_the_noise_taken_out(monkeypatch):
             torch.testing.assert_close(run.federation.clients[0].personal[name], tensor, rtol=0, atol=1e-12)
         elif name in ours:
             torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-12)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedCP, tmp_path)
 
 
 @pytest.mark.exhaustive

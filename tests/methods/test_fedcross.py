@@ -4,19 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import (
-    Pause,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    flat,
-    make_client,
-    noisy,
-    set_up,
-)
+from federations import Pause, Spy, blobs, drawn_update, equal, fit, flat, make_client, noisy, set_up
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import FedCross
 from pfl_lightning.methods import Local
@@ -120,11 +108,6 @@ def test_a_round_without_clients_moves_nothing():
     server, _ = after({})
     before = dict(server.state)
     assert server.aggregate({}, 3) == {} and server.state == before
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(make_client().__class__, tmp_path, aggregator=FedCross())
 
 
 def test_it_learns_where_clients_stay_away():

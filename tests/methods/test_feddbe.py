@@ -12,7 +12,6 @@ from federations import (
     Spy,
     blobs,
     check_batches_of_one,
-    check_order_and_resume,
     drawn_update,
     equal,
     fit,
@@ -157,11 +156,6 @@ def test_the_bias_never_travels_and_differs_between_clients():
     assert all(set(u["weights"]) == set(make_client(FedAvg).state_dict()) for us in spy.updates for u in us.values())
     own = [run.federation.clients[k].personal["bias"] for k in range(2)]
     assert not torch.equal(*own)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedDBE, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import blobs, check_batches_of_one, check_order_and_resume, equal, fit, make_client, noisy, points
+from federations import blobs, check_batches_of_one, equal, fit, make_client, noisy, points
 from pfl_lightning.methods import FedAvg, FedDecorr, FedProx
 from pfl_lightning.methods.feddecorr import decorrelation
 
@@ -86,11 +86,6 @@ def test_the_term_joins_another_method_s():
         client.net.classifier.bias += 1
     expected = F.cross_entropy(z, y) + 0.2 * decorrelation(h) + 0.5 / 2 * 3
     torch.testing.assert_close(client.loss(h, z, y), expected)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedDecorr, tmp_path)
 
 
 def test_batches_of_one_learn_without_the_term():

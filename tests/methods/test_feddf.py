@@ -9,21 +9,9 @@ from torch.nn import functional as F
 from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from federations import (
-    FEATURES,
-    HIDDEN,
-    Blobs,
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    make_client,
-    noisy,
-)
+from federations import FEATURES, HIDDEN, Blobs, blobs, drawn_update, equal, fit, make_client, noisy
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import FedDF
-from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import Net
 
 SIZES = {0: 10, 2: 30, 3: 20}
@@ -131,11 +119,6 @@ def test_small_batches_are_drawn_by_seed_and_round():
         ours.aggregate(updates, round)
         ends.append(ours.download(0))
     assert equal(ends[0], ends[1]) and not equal(ends[0], ends[2])
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedAvg, tmp_path, aggregator=few())
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

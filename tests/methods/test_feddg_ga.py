@@ -7,18 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import (
-    Spy,
-    blobs,
-    check_batches_of_one,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    make_client,
-    noisy,
-    set_up,
-)
+from federations import Spy, blobs, check_batches_of_one, drawn_update, equal, fit, make_client, noisy, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import GeneralizationAdjustment
 from pfl_lightning.methods import FedAvg, FedDGGA
@@ -137,11 +126,6 @@ def test_nobody_taking_part_changes_nothing():
     ours = server()
     before = copy.deepcopy(ours.state)
     assert ours.aggregate({}, 0) == {} and equal(ours.state, before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedDGGA, tmp_path)
 
 
 @pytest.mark.exhaustive

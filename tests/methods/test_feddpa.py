@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy, points
+from federations import Spy, blobs, equal, fit, make_client, near, noisy, points
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
 from pfl_lightning.client import Phase
@@ -98,11 +98,6 @@ def test_it_takes_adapters_of_peft(engine):
     assert len(pairs(model.state_dict())) == 2 and not equal(model(x), model.net(x))
     model.has_own.fill_(False)
     torch.testing.assert_close(model(x), model.net(x))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedDPA, tmp_path)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])

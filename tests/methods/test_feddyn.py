@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
-from federations import Spy, blobs, check_batches_of_one, check_order_and_resume, equal, fit, flat, make_client
+from federations import Spy, blobs, check_batches_of_one, equal, fit, flat, make_client
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import DynamicAverage
 from pfl_lightning.methods import FedAvg, FedDyn
@@ -136,11 +136,6 @@ def test_nobody_taking_part_changes_nothing():
     before = copy.deepcopy(run.federation.aggregator.state)
     assert run.federation.aggregator.aggregate({}, 1) == {}
     assert equal(run.federation.aggregator.state, before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedDyn, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_where_classes_are_absent():

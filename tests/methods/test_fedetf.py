@@ -5,19 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import (
-    CLASSES,
-    OneClient,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    load_client,
-    make_client,
-    noisy,
-    points,
-)
+from federations import CLASSES, OneClient, Spy, blobs, equal, fit, load_client, make_client, noisy, points
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.methods import FedETF
 from pfl_lightning.methods.fedetf import simplex
@@ -73,11 +61,6 @@ def test_a_client_from_a_checkpoint_predicts_the_same(tmp_path):
 
 def test_the_seed_of_the_nets_is_not_that_of_the_class_vectors():
     assert equal(*(make_client(FedETF, seed=seed).net.classifier.simplex.data for seed in (1, 2)))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedETF, tmp_path)
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

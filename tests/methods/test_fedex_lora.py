@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.func import functional_call
 
-from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, near, noisy, points, set_up
+from federations import Spy, blobs, drawn_update, fit, make_client, near, noisy, points, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage, ResidualAverage
 from pfl_lightning.methods import FedExLoRA, FedIT
@@ -116,8 +116,3 @@ def test_weights_of_no_floating_type_are_refused():
 
     with pytest.raises(MisconfigurationException, match=r"the weights of features\.2, which are torch\.uint8"):
         FedExLoRA(quantised, (6,), 3)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedExLoRA, tmp_path)

@@ -5,10 +5,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from federations import check_order_and_resume, drawn_update, equal, fit, flat, make_client, near, noisy, set_up
+from federations import drawn_update, equal, fit, flat, make_client, near, noisy, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import FedExP
-from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import Net
 
 
@@ -120,11 +119,6 @@ def test_a_tied_parameter_counts_once_and_makes_one_step():
     assert server.aggregate(updates, 0)["rate"] == pytest.approx(((size + 1) / 2) / (2 * (size + 1) / 4))
     end = server.global_model()
     assert torch.equal(end["net.features.0.weight"], end["net.features.2.weight"])
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedAvg, tmp_path, aggregator=FedExP())
 
 
 def test_a_run_ends_at_its_deployed_model():

@@ -4,7 +4,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import CLASSES, OneClient, Spy, blobs, check_order_and_resume, fit, make_client, noisy, points
+from federations import CLASSES, OneClient, Spy, blobs, fit, make_client, noisy, points
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.methods import FedGELA
 from pfl_lightning.methods.fedetf import simplex
@@ -69,11 +69,6 @@ def test_the_norm_travels_the_shares_stay_and_the_simplex_does_neither():
     assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
     fit(make_client(FedGELA, net=noisy, buffers="local"), callbacks=[spy])
     assert not any("running" in name for name in spy.updates[-1][0]["weights"])
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedGELA, tmp_path)
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from federations import CLASSES, HIDDEN, blobs, check_order_and_resume, drawn_update, equal, fit, make_client, set_up
+from federations import CLASSES, HIDDEN, blobs, drawn_update, equal, fit, make_client, set_up
 from pfl_lightning.aggregators import FeatureGenerator
 from pfl_lightning.messages import tree_map
 from pfl_lightning.methods import FedAvg, FedGen
@@ -178,11 +178,6 @@ def test_clients_without_a_generator_are_refused():
         MisconfigurationException, match=r"a generator that model FedAvg doesn't have; take model FedGen"
     ):
         fit(make_client(FedAvg), aggregator=few())
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(SMALL, tmp_path, aggregator=few())
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import CLASSES, HIDDEN, NETS, Spy, blobs, check_order_and_resume, equal, fit, make_client, set_up
+from federations import CLASSES, HIDDEN, NETS, Spy, blobs, equal, fit, make_client, set_up
 from pfl_lightning.aggregators import GlobalHeader
 from pfl_lightning.methods import FedGH
 from pfl_lightning.methods.class_vectors import class_means
@@ -73,11 +73,6 @@ def test_different_bodies_share_a_classifier():
     run = fit(make_client(FedGH, net=NETS), blobs(30, 40, 20, 30))
     assert run.rows[-1]["clients_diverged"] == 0
     assert not torch.equal(run.weights["net.classifier.weight"], make_client(net=NETS[0]).net.classifier.weight)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedGH, tmp_path)
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

@@ -1,23 +1,10 @@
-from functools import partial
-
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import (
-    FEATURES,
-    Spy,
-    blobs,
-    check_evaluated_by,
-    check_order_and_resume,
-    fit,
-    make_client,
-    near,
-    points,
-    set_up,
-)
+from federations import FEATURES, Spy, blobs, check_evaluated_by, fit, make_client, near, points, set_up
 from pfl_lightning import Server, WeightedAverage
 from pfl_lightning.aggregators import LowRankAverage
 from pfl_lightning.messages import num_bytes
@@ -206,11 +193,6 @@ def test_tied_and_frozen_parameters_travel_as_they_should():
     assert "net.features.0.weight" not in model.received.tensors()
     run = fit(model, aggregator=LowRankAverage(0.5, 0.5))
     assert torch.equal(run.weights["net.features.1.weight"], run.weights["net.features.2.weight"])
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(FedKD, distill=1.0), tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

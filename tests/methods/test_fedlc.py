@@ -3,7 +3,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import CLASSES, Spy, blobs, check_order_and_resume, equal, fit, make_client, points
+from federations import CLASSES, Spy, blobs, equal, fit, make_client, points
 from pfl_lightning.methods import FedAvg, FedLC
 
 
@@ -75,11 +75,6 @@ def test_it_changes_the_weights_and_nothing_more_travels_or_stays():
     assert not equal(calibrated.weights, average.weights)
     assert set(spy.updates[0][0]) == {"weights", "num_samples"}
     assert not any(state.personal for state in calibrated.federation.clients.values())
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedLC, tmp_path)
 
 
 @pytest.mark.parametrize("absent", ["one", "out"])

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import Spy, blobs, check_batches_of_one, check_order_and_resume, equal, fit, make_client, noisy, points
+from federations import Spy, blobs, check_batches_of_one, equal, fit, make_client, noisy, points
 from pfl_lightning.methods import FedAvg, FedLESAM
 
 SETTINGS = {"net": noisy, "optimizer_lifetime": "run"}
@@ -67,11 +67,6 @@ def test_a_client_keeps_what_it_received_when_it_last_took_part():
 def test_it_learns():
     rows = fit(make_client(FedLESAM, optimizer=partial(SGD, lr=0.1)), blobs(30, 30, by_class=True), max_rounds=6).rows
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedLESAM, tmp_path)
 
 
 def test_batches_of_one_learn():

@@ -5,21 +5,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import (
-    CLASSES,
-    FEATURES,
-    NETS,
-    Blobs,
-    Pause,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    points,
-    same_end,
-)
+from federations import CLASSES, FEATURES, NETS, Blobs, Pause, Spy, blobs, equal, fit, make_client, points, same_end
 from pfl_lightning import Server
 from pfl_lightning.aggregators import Consensus
 from pfl_lightning.data import Samples
@@ -114,11 +100,6 @@ def test_different_nets_agree():
     run = fit(make_client(SHORT, net=NETS), blobs(30, 40, 20, 30), max_rounds=5)
     far = [row["server/disagreement"] for row in run.rows]
     assert run.rows[-1]["clients_diverged"] == 0 and far[-1] < far[0]
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(SHORT, tmp_path)
 
 
 def test_public_samples_travel_to_a_client_once_however_late_it_comes(tmp_path):

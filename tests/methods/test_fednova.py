@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adam, RMSprop
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, flat, make_client, noisy, set_up
+from federations import Spy, blobs, equal, fit, flat, make_client, noisy, set_up
 from pfl_lightning.aggregators import FedAvgM, NormalizedAverage
 from pfl_lightning.methods import FedAvg, FedNova, FedProx
 
@@ -134,14 +134,6 @@ def test_nobody_stepping_moves_nothing():
     aggregator = set_up(NormalizedAverage(), client())
     before = copy.deepcopy(aggregator.state)
     assert aggregator.aggregate({}, 0) == {} and equal(aggregator.state, before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    def lifetime_of_a_round(**settings):
-        return FedNova(**settings | {"optimizer_lifetime": "round"})
-
-    check_order_and_resume(lifetime_of_a_round, tmp_path, aggregator=NormalizedAverage(beta=0.5))
 
 
 def test_either_side_alone_is_refused():

@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import blobs, check_batches_of_one, check_order_and_resume, equal, fit, make_client, noisy
+from federations import blobs, check_batches_of_one, equal, fit, make_client, noisy
 from pfl_lightning.methods import FedAvg, FedNTD
 from pfl_lightning.methods.fedntd import not_true_distillation
 
@@ -65,11 +65,6 @@ def test_the_teacher_stays_with_nobody():
     run = fit(make_client(FedNTD))
     assert not any(state.personal for state in run.federation.clients.values())
     assert set(run.weights) == set(make_client(FedAvg).state_dict())
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedNTD, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

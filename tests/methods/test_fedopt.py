@@ -7,11 +7,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import SGD, Adagrad
 
-from federations import check_order_and_resume, drawn_update, equal, fit, flat, make_client, noisy, set_up
+from federations import drawn_update, equal, fit, flat, make_client, noisy, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from pfl_lightning.messages import weighted_mean
-from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import Net
 
 ALL = [FedAvgM, FedAdagrad, FedAdam, FedYogi]
@@ -142,12 +141,6 @@ def test_the_first_second_moment_is_tau_squared():
         name = next(iter(start))
         steps[initial] = float((ours.global_model()[name] - start[name]).flatten()[0])
     assert steps == {"tau2": pytest.approx(0.05), "zero": pytest.approx(0.1 / 1.1)}
-
-
-@pytest.mark.parametrize("kind", [FedAvgM, FedYogi])
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(kind, tmp_path):
-    check_order_and_resume(FedAvg, tmp_path, aggregator=kind())
 
 
 def test_a_tied_parameter_makes_one_step():

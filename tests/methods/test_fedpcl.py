@@ -6,19 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    noisy,
-    points,
-    set_up,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, make_client, noisy, points, set_up
 from pfl_lightning.aggregators import PrototypeTables
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPCL
@@ -139,11 +127,6 @@ def test_a_class_that_the_client_lacks_is_never_predicted():
     assert lacks.any() and (logits[:, lacks] == -torch.inf).all() and logits[:, ~lacks].isfinite().all()
     fresh = make_client(FedPCL).eval()
     assert torch.equal(fresh(points(9, seed=1)[0]), fresh.net(points(9, seed=1)[0]))
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedPCL, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])

@@ -6,17 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    Spy,
-    blobs,
-    check_batches_of_one,
-    check_evaluated_by,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    noisy,
-)
+from federations import Spy, blobs, check_batches_of_one, check_evaluated_by, equal, fit, make_client, noisy
 from pfl_lightning.methods import FedAvg, FedPHP
 
 
@@ -70,11 +60,6 @@ def test_two_rounds_of_one_client_by_hand():
 
 def test_clients_are_evaluated_by_their_histories():
     check_evaluated_by(fit(make_client(FedPHP)), "history")
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedPHP, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from federations import FEATURES, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy, points, set_up
+from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy, points, set_up
 from pfl_lightning.aggregators import BetaMean
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPM
@@ -165,11 +165,6 @@ def test_what_the_net_has_frozen_has_no_score():
     assert not any("features/0/" in name for name in model.scores)
     assert torch.equal(model.net.features[0].weight, make_client(net=frozen).net.features[0].weight)
     assert fit(model).rows[-1]["clients_diverged"] == 0
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedPM, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])

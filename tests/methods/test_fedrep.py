@@ -8,16 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    noisy,
-    plain,
-)
+from federations import Spy, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.alternate_training import AlternateTraining
@@ -108,12 +99,6 @@ def test_a_client_comes_back_with_the_classifier_that_it_left_with():
     fit(make_client(Watching, head_epochs=1), callbacks=[spy], clients_per_round=2, max_rounds=6)
     there = [[client in cohort for cohort in spy.cohorts] for client in heads]
     assert any([True, False, True] == rounds[i : i + 3] for rounds in there for i in range(4)), "choose another seed"
-
-
-@pytest.mark.parametrize("evaluate", ["before", "both"])
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(evaluate, tmp_path):
-    check_order_and_resume(QUICK, tmp_path, evaluate=evaluate)
 
 
 @pytest.mark.parametrize(("buffers", "travel"), [("average", True), ("local", False)])

@@ -12,7 +12,6 @@ from federations import (
     OneClient,
     Spy,
     blobs,
-    check_order_and_resume,
     equal,
     fit,
     load_client,
@@ -190,11 +189,6 @@ def test_heads_grow_apart_and_wait_for_their_clients():
     for client in drawn[1] & drawn[2]:
         assert not torch.equal(heads(runs[1])[client], heads(runs[2])[client])
     assert len({tuple(head.flatten().tolist()) for head in heads(runs[-1]).values()}) == len(heads(runs[-1]))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedRoD, tmp_path)
 
 
 @pytest.mark.parametrize(

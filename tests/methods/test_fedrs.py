@@ -5,18 +5,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import (
-    CLASSES,
-    Spy,
-    blobs,
-    check_batches_of_one,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    near,
-    points,
-)
+from federations import CLASSES, Spy, blobs, check_batches_of_one, equal, fit, make_client, near, points
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.fedrs import FedRS
 
@@ -99,11 +88,6 @@ def test_both_engines_train_alike():
     data = blobs(20, 20, 30, by_class=True)
     runs = [fit(make_client(FedRS), data, engine=engine).weights for engine in ("sequential", "vectorised")]
     assert near(*runs)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedRS, tmp_path)
 
 
 def test_batches_of_one_learn():

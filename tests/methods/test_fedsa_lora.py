@@ -1,8 +1,7 @@
-import pytest
 import torch
 from torch.optim import SGD
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy
+from federations import Spy, blobs, equal, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.methods import FedIT, FedSALoRA, Local
 from pfl_lightning.methods.ffa_lora import FFALoRA
@@ -83,11 +82,6 @@ def test_a_client_that_has_not_trained_is_the_model_without_adapters():
 def test_the_engines_agree():
     alone, together = (fit(make_client(FedSALoRA, net=noisy), engine=engine) for engine in ("sequential", "vectorised"))
     assert near(dict(alone.weights), dict(together.weights)) and near(alone.test(), together.test())
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedSALoRA, tmp_path)
 
 
 def test_it_keeps_b_of_peft():

@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import blobs, check_batches_of_one, check_order_and_resume, equal, fit, make_client, noisy
+from federations import blobs, check_batches_of_one, equal, fit, make_client, noisy
 from pfl_lightning.methods import FedAvg, FedSAM
 
 
@@ -58,11 +58,6 @@ def test_the_way_up_is_as_long_as_rho_and_none_where_there_is_no_gradient():
 def test_running_statistics_follow_one_pass_a_batch():
     run = fit(make_client(FedSAM, net=noisy), blobs(30), max_rounds=1)
     assert int(run.weights["net.features.1.num_batches_tracked"]) == len(run.data.part(0, "train")) // 5
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedSAM, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

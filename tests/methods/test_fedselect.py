@@ -1,24 +1,10 @@
-from functools import partial
-
 import pytest
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import CONFIGS
-from federations import (
-    FEATURES,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    fit,
-    make_client,
-    noisy,
-    plain,
-    points,
-    set_up,
-)
+from federations import FEATURES, Spy, blobs, drawn_update, fit, make_client, noisy, plain, points, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import MaskedAverage
 from pfl_lightning.client import Phase
@@ -154,11 +140,6 @@ def test_running_statistics_stay_and_clients_differ():
     assert not any("running" in name for name in spy.updates[0][0]["weights"])
     assert 0 < run.rows[-1]["server/personal"] < 1
     assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(FedSelect, every=1), tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])

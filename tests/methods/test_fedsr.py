@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributions import Independent, Normal, kl_divergence
 from torch.nn import functional as F
 
-from federations import Spy, blobs, check_order_and_resume, fit, make_client, noisy, points
+from federations import Spy, blobs, fit, make_client, noisy, points
 from pfl_lightning.methods import FedSR
 from pfl_lightning.methods.fedsr import normal_divergence
 
@@ -75,11 +75,6 @@ def test_a_longer_penalty_makes_features_shorter():
         return float(model.eval().distribution(points(30, seed=1)[0])[0].detach().norm(dim=1).mean())
 
     assert length(0.0) > length(0.3) > length(1.0)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedSR, tmp_path)
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

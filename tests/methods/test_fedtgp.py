@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import CLASSES, HIDDEN, NETS, blobs, check_order_and_resume, equal, fit, make_client, set_up
+from federations import CLASSES, HIDDEN, NETS, blobs, equal, fit, make_client, set_up
 from pfl_lightning.aggregators import TrainablePrototypes
 from pfl_lightning.methods import FedProto, FedTGP, Local
 from pfl_lightning.methods.fedtgp import margin
@@ -106,11 +106,6 @@ def test_different_bodies_of_one_width_run_together_and_others_are_refused():
 
     with pytest.raises(MisconfigurationException, match="prototypes of widths 3, 5"):
         fit(make_client(FedTGP, net=[NETS[0], narrow]), aggregator=few(), max_rounds=1)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedTGP, tmp_path, aggregator=few())
 
 
 def test_clients_of_one_class_and_batches_of_one_end_finite():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import FEATURES, Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy, plain, points
+from federations import FEATURES, Spy, blobs, equal, fit, make_client, noisy, plain, points
 from pfl_lightning.methods import FENDA, FedPer
 from pfl_lightning.nets import Net
 
@@ -79,11 +79,6 @@ def test_a_frozen_part_of_the_body_is_one_for_all():
     assert model.net.local[0].weight is model.net.features[0].weight
     assert (model.net.classifier[0].in_features, model.net.classifier[2].in_features) == (8, 4)
     assert fit(model).rows[-1]["clients_diverged"] == 0
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FENDA, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True), blobs(30, batch_size=1)])

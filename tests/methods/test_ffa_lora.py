@@ -1,7 +1,6 @@
-import pytest
 import torch
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, near, noisy
+from federations import Spy, blobs, equal, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
 from pfl_lightning.messages import num_bytes
@@ -51,11 +50,6 @@ def test_the_mean_is_that_of_the_products_exactly():
 def test_the_engines_agree():
     alone, together = (fit(make_client(FFALoRA, net=noisy), engine=engine) for engine in ("sequential", "vectorised"))
     assert near(dict(alone.weights), dict(together.weights))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FFALoRA, tmp_path)
 
 
 def test_it_freezes_adapters_of_peft():

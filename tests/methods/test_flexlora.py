@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, noisy, set_up
+from federations import Spy, blobs, drawn_update, fit, make_client, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import ProductAverage
 from pfl_lightning.methods import FedIT, FlexLoRA
@@ -97,11 +97,6 @@ def test_the_engines_agree():
     alone, together = (fit(make(), engine=engine) for engine in ("sequential", "vectorised"))
     for pair, product in products(alone.weights).items():
         torch.testing.assert_close(products(together.weights)[pair], product, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(FlexLoRA, ranks=[1, 2]), tmp_path, optimizer_lifetime="round")
 
 
 def test_optimizers_that_live_on_are_refused():

@@ -15,7 +15,6 @@ from federations import (
     Spy,
     blobs,
     check_batches_of_one,
-    check_order_and_resume,
     drawn_update,
     equal,
     fit,
@@ -259,11 +258,6 @@ def test_clients_of_other_classes_get_other_points_and_keep_them_to_themselves()
     assert spy.updates[-1][0]["weights"][f"{LAYER}.weight"].shape == (3, CLASSES, HIDDEN)
     assert torch.equal(run.federation.clients[1].personal[f"{LAYER}.centre"], centres[1])
     assert run.rows[-1]["val/loss"] < run.rows[0]["val/loss"]
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FLOCO, tmp_path, aggregator=SubregionAverage(tau=0.7))
 
 
 def test_clients_of_one_class_and_batches_of_one_learn():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Spy, blobs, check_order_and_resume, drawn_update, fit, make_client, near, noisy, set_up
+from federations import Spy, blobs, drawn_update, fit, make_client, near, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import StackedAverage
 from pfl_lightning.methods import FLoRA
@@ -74,8 +74,3 @@ def test_the_engines_agree_and_it_learns():
 def test_optimizers_that_live_on_are_refused():
     with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run"):
         make_client(FLoRA, optimizer_lifetime="run")
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(FLoRA, ranks=[1, 2]), tmp_path, optimizer_lifetime="round")

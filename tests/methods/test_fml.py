@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import blobs, check_batches_of_one, check_evaluated_by, check_order_and_resume, equal, fit, make_client
+from federations import blobs, check_batches_of_one, check_evaluated_by, equal, fit, make_client
 from pfl_lightning import WeightedAverage
 from pfl_lightning.methods import FML, FedAvg, Local
 from pfl_lightning.methods.losses import divergence
@@ -59,11 +59,6 @@ def test_the_teacher_gets_no_gradient():
 
 def test_clients_are_evaluated_by_their_own_models():
     check_evaluated_by(fit(make_client(FML)), "personal")
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FML, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -7,18 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_batches_of_one,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    points,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, check_batches_of_one, equal, fit, make_client, points
 from pfl_lightning.methods import GPFL
 from pfl_lightning.methods.gpfl import ConditionalLayer
 
@@ -90,11 +79,6 @@ def test_predictions_are_of_the_personal_features():
     model.receive(run.federation.clients[1].personal, run.federation.aggregator.download(1), None)
     expected = model.net.classifier(model.conditional(model.net.features(x), model.shares @ model.vectors))
     torch.testing.assert_close(model(x), expected)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(GPFL, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

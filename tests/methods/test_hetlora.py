@@ -6,18 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import AdamW
 
-from federations import (
-    Spy,
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    make_client,
-    near,
-    noisy,
-    set_up,
-)
+from federations import Spy, blobs, drawn_update, equal, fit, make_client, near, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage, NormAverage
 from pfl_lightning.methods import FedIT, HetLoRA
@@ -85,11 +74,6 @@ def test_clients_count_by_their_products():
 def test_ranks_out_of_range_are_refused_by_name(ranks):
     with pytest.raises(MisconfigurationException, match=r"model\.ranks="):
         make_client(partial(HetLoRA, ranks=ranks))
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(partial(HetLoRA, ranks=[1, 2]), tmp_path)
 
 
 def test_it_cuts_adapters_of_peft():

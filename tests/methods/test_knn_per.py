@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import CLASSES, blobs, check_order_and_resume, equal, fit, make_client, near, noisy
+from federations import CLASSES, blobs, equal, fit, make_client, near, noisy
 from pfl_lightning.methods import FedAvg, KNNPer
 from pfl_lightning.methods.knn_per import nearest, shares
 from pfl_lightning.tasks import Poisson, Quantile
@@ -67,11 +67,6 @@ def test_predictions_are_mixtures_with_the_client_s_own_samples():
 def test_with_the_whole_share_losses_are_finite():
     run = fit(make_client(KNNPer, share=1.0, neighbours=1), blobs(30, 60, by_class=True), max_rounds=1)
     assert all(math.isfinite(row["val/loss"]) for row in run.rows)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(KNNPer, tmp_path)
 
 
 @pytest.mark.parametrize("evaluate", ["before", "after"])

@@ -5,19 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    load_client,
-    make_client,
-    noisy,
-    plain,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, load_client, make_client, noisy, plain
 from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, Local
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
@@ -105,11 +93,6 @@ def test_a_client_that_stays_away_has_its_last_features_under_the_newest_classif
     never = set(range(4)) - {client for cohort in spy.cohorts for client in cohort}
     start = make_client().state_dict()
     assert equal(run.federation.job(min(never)).state.personal, {n: t for n, t in start.items() if n not in HEAD})
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(LGFedAvg, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

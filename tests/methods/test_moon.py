@@ -9,18 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import (
-    HIDDEN,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    load_client,
-    make_client,
-    noisy,
-    points,
-)
+from federations import HIDDEN, Spy, blobs, equal, fit, load_client, make_client, noisy, points
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.moon import MOON, model_contrast
@@ -187,11 +176,6 @@ def test_a_client_contrasts_with_the_model_of_its_own_last_round():
     for client, update in last.items():
         previous = run.federation.clients[client].personal["previous.0/weight"]
         assert torch.equal(previous, update["weights"]["net.features.0.weight"])
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FIVES, tmp_path)
 
 
 def test_evaluation_leaves_the_previous_model_alone():

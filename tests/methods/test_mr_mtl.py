@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, flat, make_client, noisy
+from federations import Spy, blobs, equal, fit, flat, make_client, noisy
 from pfl_lightning.cli.configs import FOLDER as CONFIGS
 from pfl_lightning.methods import MRMTL, Local
 
@@ -90,11 +90,6 @@ def test_buffers_stay_and_clients_keep_their_models_over_rounds_without_them():
     own = nets(run).get(2, {f"net.{name}": t for name, t in net.state_dict().items()})
     net.load_state_dict({name.removeprefix("net."): t for name, t in own.items()})
     assert run.test()[2]["acc"] == float((net(part.x).argmax(1) == part.y).float().mean())
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(MRMTL, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True), blobs(30), blobs(8, 8, batch_size=1)])

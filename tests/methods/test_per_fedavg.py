@@ -9,18 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from federations import (
-    FEATURES,
-    blobs,
-    check_order_and_resume,
-    equal,
-    fit,
-    make_client,
-    near,
-    noisy,
-    plain,
-    points,
-)
+from federations import FEATURES, blobs, equal, fit, make_client, near, noisy, plain, points
 from pfl_lightning.data import epoch_order
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.per_fedavg import PerFedAvg
@@ -244,12 +233,6 @@ def test_evaluation_leaves_no_trace(optimizer_lifetime):
     first = adapted.test()
     assert equal(adapted.federation.federation_state(), before)
     assert adapted.test() == first
-
-
-@pytest.mark.parametrize("method", [FO, HF])
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(method, tmp_path):
-    check_order_and_resume(method, tmp_path)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 100])

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import Spy, blobs, check_order_and_resume, equal, fit, make_client, noisy, points
+from federations import Spy, blobs, equal, fit, make_client, noisy, points
 from pfl_lightning.methods import FENDA, PerFCL
 
 
@@ -77,11 +77,6 @@ def test_old_bodies_are_those_of_the_last_training_and_stay():
         assert torch.equal(state.personal["old_local.0/weight"], state.personal["net.local.0.weight"])
         assert state.personal["has_old"]
     assert not any("old" in name for updates in spy.updates for u in updates.values() for name in u["weights"])
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(PerFCL, tmp_path)
 
 
 def test_it_trains_where_there_is_little():

@@ -4,21 +4,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 
-from federations import (
-    CLASSES,
-    HIDDEN,
-    Spy,
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    make_client,
-    near,
-    noisy,
-    points,
-    set_up,
-)
+from federations import CLASSES, HIDDEN, Spy, blobs, drawn_update, equal, fit, make_client, near, noisy, points, set_up
 from pfl_lightning.aggregators import FeatureStatistics
 from pfl_lightning.methods import PFedFDA, pfedfda
 from pfl_lightning.methods.pfedfda import best_betas, discriminant, statistics
@@ -184,11 +170,6 @@ def test_the_server_weights_statistics_by_samples():
     assert logs["variance"] == pytest.approx(3.4)
     before = dict(server.state)
     assert server.aggregate({}, 1) == {} and server.state == before
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(PFedFDA, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])

@@ -5,19 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import (
-    blobs,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    flat,
-    make_client,
-    noisy,
-    plain,
-    points,
-    set_up,
-)
+from federations import blobs, drawn_update, equal, fit, flat, make_client, noisy, plain, points, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import CollaborationGraph
 from pfl_lightning.methods import FedAvg, PFedGraph
@@ -126,11 +114,6 @@ def test_clients_who_stay_away_keep_their_mix():
     before = graph.download(2)
     graph.aggregate(uploads(0, 3), 1)
     assert equal(graph.download(2), before) and graph.aggregate({}, 2) == {}
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(PFedGraph, tmp_path)
 
 
 @pytest.mark.parametrize("data", [blobs(30, 45, by_class=True, batch_size=1), blobs(30)])

@@ -15,7 +15,6 @@ from federations import (
     Spy,
     blobs,
     check_batches_of_one,
-    check_order_and_resume,
     drawn_update,
     equal,
     fit,
@@ -196,11 +195,6 @@ def test_newcomers_get_the_model_that_is_nearest_to_what_they_sent():
     far = trained(3)["weights"]
     nearer, first = flat(ours.welcome(9, {"weights": far})["weights"]), flat(ours.model(v)["weights"])
     assert (nearer - flat(far)).norm() < (first - flat(far)).norm()
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(PFedHN, tmp_path, aggregator=SMALL())
 
 
 def test_batches_of_one_and_one_client_alone():

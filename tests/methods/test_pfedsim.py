@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import blobs, check_order_and_resume, drawn_update, equal, fit, make_client, noisy
+from federations import blobs, drawn_update, equal, fit, make_client, noisy
 from pfl_lightning import Server
 from pfl_lightning.aggregators import PFedSim
 from pfl_lightning.methods import FedAvg, Local
@@ -86,11 +86,6 @@ def test_a_round_without_clients_moves_nothing():
     aggregator, _ = server()
     before = dict(aggregator.state)
     assert aggregator.aggregate({}, 3) == {} and aggregator.state == before
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(FedAvg, tmp_path, aggregator=PFedSim(0.4))
 
 
 def test_it_trains_where_classes_lack():

@@ -5,18 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional as F
 
-from federations import (
-    Spy,
-    check_batches_of_one,
-    check_order_and_resume,
-    drawn_update,
-    equal,
-    fit,
-    flat,
-    make_client,
-    noisy,
-    set_up,
-)
+from federations import Spy, check_batches_of_one, drawn_update, equal, fit, flat, make_client, noisy, set_up
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import FairAverage
 from pfl_lightning.methods import FedAvg, QFedAvg
@@ -113,11 +102,6 @@ def test_nobody_taking_part_changes_nothing():
     ours = set_up(FairAverage(), make_client())
     before = copy.deepcopy(ours.state)
     assert ours.aggregate({}, 0) == {} and equal(ours.state, before)
-
-
-@pytest.mark.exhaustive
-def test_order_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(QFedAvg, tmp_path)
 
 
 def test_it_learns_from_batches_of_one_and_of_absent_classes():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import Spy, blobs, check_order_and_resume, fit, make_client, near, noisy
+from federations import Spy, blobs, fit, make_client, near, noisy
 from peft_nets import peft_net
 from pfl_lightning.aggregators import AdapterAverage
 from pfl_lightning.methods import FedIT, FFALoRA, RoLoRA
@@ -62,11 +62,6 @@ def test_other_servers_keep_what_was_not_sent():
     assert [row["server/product_error"] for row in run.rows] == [0, 0]
     first = make_client(RoLoRA).state_dict()
     assert run.weights.keys() == first.keys()
-
-
-@pytest.mark.exhaustive
-def test_the_order_of_clients_changes_nothing_and_resuming_goes_on_bit_for_bit(tmp_path):
-    check_order_and_resume(RoLoRA, tmp_path, optimizer_lifetime="round")
 
 
 def test_optimizers_that_live_on_are_refused():
