@@ -1,5 +1,6 @@
 """Each command that README and the pages of the documentation show runs here, or in the test that is named for it."""
 
+import configparser
 import re
 import shlex
 from pathlib import Path
@@ -121,3 +122,14 @@ def test_every_command_is_either_here_or_has_a_place():
     lines = [line for page in PAGES if page.stem not in LEDGER for line in shown(page)]
     assert len(lines) > 30
     assert all(any(re.match(pattern, line) for line in lines) for pattern in OTHERWISE)
+
+
+def test_no_call_of_pytest_hides_how_many_tests_passed():
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    always = options["tool:pytest"]["addopts"].split()
+    scripts = [*PAGES, *(ROOT / ".ci").iterdir(), *(ROOT / ".github" / "workflows").iterdir()]
+    calls = [call.split() for script in scripts for call in re.findall(r"\bpytest .*", script.read_text())]
+    assert sum("-q" in call for call in calls) > 3
+    # the second one leaves out the line with the counts
+    assert all([*always, *call].count("-q") < 2 and "-qq" not in call for call in calls)
