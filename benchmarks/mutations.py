@@ -91,8 +91,8 @@ def modules(root: Path) -> dict[str, list[Path]]:
     rooms: dict[str, list[Path]] = {}
     for path in sorted((root / "src").glob("*/**/*.py")):
         room = path.relative_to(root / "src").parts[1].removesuffix(".py")
-        # the root's own __init__ has nothing but names
-        if room != "__init__":
+        # the root's own __init__ and the exports of servers have nothing but names
+        if room not in ("__init__", "aggregators"):
             rooms.setdefault(room, []).append(path)
     return rooms
 

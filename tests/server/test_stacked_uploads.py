@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from federations import HIDDEN, make_client, noisy
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators import inner_products, means
 from pfl_lightning.messages import Row, Stack, keep_own, tensors, weighted_means
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.fedamp import FedAMP
@@ -17,6 +16,7 @@ from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
+from pfl_lightning.server import inner_products, means
 from pfl_lightning.server.weighted_average import moved_model
 
 CLIENTS = 7

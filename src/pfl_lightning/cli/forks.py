@@ -86,7 +86,7 @@ def note(imported: mmap.mmap, names: Sequence[str]) -> None:
 
 
 def become(output: str, environment: Mapping[str, str], parent: int) -> None:
-    """Give a fork its output and its variables, and let it end with its parent.
+    """Set a fork's output and variables, and end the fork with its parent.
 
     Args:
         output: file for the output.

@@ -161,7 +161,7 @@ class Alike:
         return values
 
     def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any]) -> None:
-        """Compare a client's outputs and metrics with those that it has by itself.
+        """Compare a client's outputs and metrics with those of the client alone.
 
         Args:
             samples: the client's samples.

@@ -59,7 +59,7 @@ class ClientMetrics(Mapping[int, dict[str, Any]]):
         return np.array([value for part in parts for value in part], dtype=np.float64)[self._order]
 
     def states(self, name: str) -> list[Any]:
-        """Return the values of a metric that aren't numbers, in the order of `clients`, without those who have none.
+        """Return the values of a metric of other types than numbers, in the order of `clients`, without missing ones.
 
         Args:
             name: the metric.

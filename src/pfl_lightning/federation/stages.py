@@ -21,7 +21,7 @@ NOTHING: Declared = MappingProxyType({})
 
 
 class Plan(NamedTuple):
-    """Who takes part in a round, and whose updates come.
+    """A round's participants, and the clients whose updates arrive.
 
     Args:
         cohort: ids of the clients whose training ends in the round, or is given up, ascending.
@@ -46,12 +46,12 @@ class Declares(Protocol):
 
     @property
     def does(self) -> Declared:
-        """What it does to rounds."""
+        """Effects on rounds."""
         ...
 
     @property
     def excludes(self) -> Declared:
-        """Why it doesn't go together with what others do."""
+        """Reasons against other parts' effects."""
         ...
 
 
@@ -222,7 +222,7 @@ class Stage:
         return f"trainer.callbacks={type(self).__name__}"
 
     def on_plan(self, federation: Federated, there: Sequence[int], size: int) -> Plan | None:
-        """Return who takes part in the round; None, the default, leaves it to others. It changes nothing.
+        """Return the round's participants, without a change of state; None, the default, for other stages' choice.
 
         Args:
             federation: the federation.

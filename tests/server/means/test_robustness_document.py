@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 
 from pfl_lightning.aggregators import Mean
-from pfl_lightning.aggregators import means as rules
 from pfl_lightning.callbacks import attacks
+from pfl_lightning.server import means as rules
 from test_documents import shown
 
 PAGE = (Path(__file__).parents[3] / "docs" / "robustness.md").read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class Starter:
-    """A process without threads that forks one process a run; it and its forks end with the process that made it.
+    """A process without threads that forks one process a run; all of them end with their parent.
 
     Only for Linux: other systems have no fork, or libraries that don't survive one.
 

@@ -58,7 +58,7 @@ class OwnedData(FederatedDataModule):
             self.num_classes = task.outputs
 
     def __getattr__(self, name: str) -> Any:
-        """Raise the error of an attribute that isn't there; that of ``num_classes`` says what client modules take.
+        """Raise the error of a missing attribute; for ``num_classes`` with the argument of client modules.
 
         Args:
             name: the attribute.
