@@ -23,17 +23,17 @@ SIZES = (24, 1, 31, 7, 18)
 """Last batches of four, one, one, two and three samples, as batches have five; one client has a single sample."""
 
 
-def counted(seen, name, run, *args):
-    seen[name] += 1
-    return run(*args)
+def counted(seen, run, step, entries, given, count):
+    _, weights = given
+    seen["padded" if weights else "mapped"] += 1
+    return run(step, entries, given, count)
 
 
 @pytest.fixture
 def used(monkeypatch):
     """Counts steps of one size and of several at once, and keeps what is known of padding."""
-    seen = {"mapped": 0, "mapped_by_sample": 0, "padding": None}
-    for name in ("mapped", "mapped_by_sample"):
-        monkeypatch.setattr(gradients, name, partial(counted, seen, name, getattr(gradients, name)))
+    seen = {"mapped": 0, "padded": 0, "padding": None}
+    monkeypatch.setattr(gradients, "mapped", partial(counted, seen, gradients.mapped))
 
     def made(self, *args, run=gradients.Padding.__init__):
         run(self, *args)
@@ -74,11 +74,11 @@ def compare(method=FedAvg, data=None, made=None, tolerance=1e-9, **settings):
         (ControlVariates, set()),
         (Ditto, set()),
         (FedRep, set()),
-        # a step on a mix of two nets, the coefficient's own gradient included; two steps on halves of a batch; a step
-        # at weights that the batch's gradient has moved
-        (APFL, {"train"}),
+        # a mix of two nets, the coefficient's own gradient included; weights that the batch's gradient has moved
+        (APFL, set()),
+        (FedSAM, set()),
+        # two steps on halves of a batch
         (PerFedAvg, {"train"}),
-        (FedSAM, {"train"}),
     ],
 )
 def test_results_are_the_sequential_engine_s(used, method, refused):
@@ -107,14 +107,14 @@ def test_a_layer_of_several_samples_is_computed_by_size(used, net, refused):
 )
 def test_settings_of_local_training(used, settings):
     compare(made={"optimizer": partial(Adam, lr=0.01), "optimizer_lifetime": "run"}, **settings)
-    assert used["mapped_by_sample"] and not used["padding"].refused
+    assert used["padded"] and not used["padding"].refused
 
 
 @pytest.mark.parametrize("last", ["keep", "drop", "wrap"])
 def test_last_batches(used, last):
     compare(data=partial(blobs, *SIZES, last_batch=last, **WHOLE))
     # a client with less than a batch keeps its samples where others drop theirs
-    assert bool(used["mapped_by_sample"]) is (last != "wrap")
+    assert bool(used["padded"]) is (last != "wrap")
 
 
 class Numbers(Blobs):
@@ -136,7 +136,7 @@ class Weighted(Blobs):
 @pytest.mark.parametrize("data", [Numbers, Weighted])
 def test_other_losses(used, data):
     compare(data=partial(blobs, *SIZES, data=data, **WHOLE), made={"task": data.task})
-    assert used["mapped_by_sample"] and not used["padding"].refused
+    assert used["padded"] and not used["padding"].refused
 
 
 class Spread(FedAvg):
@@ -144,7 +144,38 @@ class Spread(FedAvg):
 
     def loss(self, features, logits, target):
         loss = super().loss(features, logits, target)
-        return loss + (features.mean(0).square().sum() if self.round else 0)
+        return loss + (features.sum(0).square().sum() / len(features) if self.round else 0)
+
+
+class Centred(FedAvg):
+    """Its loss has means over samples, of several shapes, that aren't the loss's last step."""
+
+    def loss(self, features, logits, target):
+        centre = features.mean(0, keepdim=True)
+        parts = features.mean((0, 1)).square(), features.mean().square(), torch.mean(features, 0).square().sum()
+        return super().loss(features, logits, target) + sum(parts) + F.mse_loss(features, centre.expand_as(features))
+
+
+class Named(FedAvg):
+    """Its loss is one of torch's, of samples or of other things."""
+
+    losses = {
+        "batchmean": lambda z, y: F.kl_div(z.log_softmax(1), z.detach().flip(1).softmax(1), reduction="batchmean"),
+        "smoothed": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+        "soft": lambda z, y: F.cross_entropy(z, z.detach().flip(1).softmax(1)),
+        "likelihood": lambda z, y: F.nll_loss(z.log_softmax(1), y),
+        "huber": lambda z, y: F.smooth_l1_loss(z, F.one_hot(y, z.shape[1]).to(z)),
+        "labels": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, z.shape[1]).to(z)),
+        "summed": lambda z, y: F.mse_loss(z, z.detach().flip(1), reduction="sum") / z.shape[1],
+        "weighted": lambda z, y: F.cross_entropy(z, y, torch.arange(1.0, z.shape[1] + 1).to(z)),
+    }
+
+    def __init__(self, name, **settings):
+        super().__init__(**settings)
+        self.name = name
+
+    def loss(self, features, logits, target):
+        return self.losses[self.name](logits, target)
 
 
 class Apart(FedAvg):
@@ -161,7 +192,7 @@ class Apart(FedAvg):
     def training_step(self, batch, batch_idx):
         values = super().training_step(batch, batch_idx)
         moved = F.linear(batch[0], self.net.features[0].weight - self.start)
-        return {"loss": values["loss"] + moved.mean(0).square().sum()}
+        return {"loss": values["loss"] + moved.sum(0).square().sum()}
 
 
 class Tiny(FedAvg):
@@ -176,7 +207,7 @@ class Logged(FedAvg):
 
     def training_step(self, batch, batch_idx):
         values = super().training_step(batch, batch_idx)
-        return values | {"largest": batch[0].amax().to(values["loss"])}
+        return values | {"all": batch[0].sum().to(values["loss"])}
 
 
 class Later(FedAvg):
@@ -184,7 +215,7 @@ class Later(FedAvg):
 
     def training_step(self, batch, batch_idx):
         values = super().training_step(batch, batch_idx)
-        return values if batch_idx < 5 else {"loss": values["loss"] + self.net(batch[0]).mean(0).square().sum()}
+        return values if batch_idx < 5 else {"loss": values["loss"] + self.net(batch[0]).sum(0).square().sum()}
 
 
 class Counting(FedAvg):
@@ -202,7 +233,19 @@ class Counting(FedAvg):
 
 def test_other_means_in_later_batches_stay_at_once(used):
     compare(Counting)
-    assert used["mapped_by_sample"] and not used["padding"].refused
+    assert used["padded"] and not used["padding"].refused
+
+
+def test_means_over_samples_need_not_end_the_loss(used):
+    compare(Centred)
+    assert used["padded"] and not used["padding"].refused
+
+
+@pytest.mark.parametrize("name", Named.losses)
+def test_torch_s_losses(used, name):
+    compare(partial(Named, name), max_rounds=1)
+    # a sum has no mean to weigh, and a mean by weights of classes other weights than the samples'
+    assert used["padding"].refused == ({"train"} if name in ("summed", "weighted") else set())
 
 
 @pytest.mark.parametrize("method", [Spread, Apart, Tiny, Logged, Later])
@@ -223,7 +266,7 @@ def test_a_squared_loss_is_that_of_the_batch(used):
     ]
     for engine in (Sequential, Vectorised):
         found.append([outcome.metrics for outcome in engine(model, work, Precision()).run(jobs)])
-    assert used["mapped_by_sample"]
+    assert used["padded"]
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
@@ -238,11 +281,11 @@ def test_a_task_that_counts_otherwise_than_by_samples_is_not_padded():
 def test_rounds_need_a_computation_a_step(used):
     runs = {}
     for sizes in ((20, 20, 20, 20, 20), (16, 17, 18, 19, 20)):
-        used["mapped"] = used["mapped_by_sample"] = 0
+        used["mapped"] = used["padded"] = 0
         runs[sizes] = fit(make_client(), blobs(*sizes, **WHOLE), engine=Vectorised, max_rounds=4, local_epochs=1)
         # four steps of a round; the ragged ones are checked once a round, and by each size in the first three rounds
         checks = 0 if sizes[0] == 20 else 3 * 4 + 1
-        assert used["mapped"] + used["mapped_by_sample"] == 4 * 4 + 2 * checks
+        assert used["mapped"] + used["padded"] == 4 * 4 + 2 * checks
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path):
@@ -257,7 +300,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lower_precisions(used, precision):
     compare(tolerance=1e-4 if precision == "32-true" else 0.05, precision=precision)
-    assert used["mapped_by_sample"] and not used["padding"].refused
+    assert used["padded"] and not used["padding"].refused
 
 
 def test_frozen_layers_are_checked_in_their_own_type(used):
@@ -267,7 +310,7 @@ def test_frozen_layers_are_checked_in_their_own_type(used):
         return net
 
     compare(made={"net": frozen}, precision="32-true", tolerance=1e-5)
-    assert used["mapped_by_sample"] and not used["padding"].refused
+    assert used["padded"] and not used["padding"].refused
 
 
 def test_a_single_sample_s_net(used):

@@ -1,16 +1,17 @@
 """Random numbers of many clients in one computation, each drawn from the client's own stream."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_lightning.engines.vmap.layers import Layers, sample_of, samples_of
-from pfl_lightning.internals.of_torch import outside_vmap
+from pfl_lightning.engines.vmap.layers import Layers
 
+Draw: TypeAlias = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
+"""Draws random numbers from the shape, type and device of a client's tensor."""
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 DRAWS = {torch.rand, torch.randn, torch.randint}
 """Functions whose numbers depend on the generator alone."""
@@ -112,7 +113,7 @@ class Streams(Layers):
         self.calls: list[Any] = []
         """The functions of torch that the step has called."""
         self.sizes: Sequence[int] | None = None
-        """Each client's number of samples, where a step computes single samples; None under ``vmap`` over clients."""
+        """Each client's number of samples in a padded batch; None for batches without padding."""
 
     def __enter__(self) -> "Streams":
         self.generator.set_state(self.states[0])
@@ -204,7 +205,7 @@ class Streams(Layers):
         chosen = torch.zeros_like(logits).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
         return chosen - soft.detach() + soft
 
-    def drawn(self, like: Tensor, one: Callable[[torch.Size, torch.dtype, torch.device], Tensor]) -> Tensor:
+    def drawn(self, like: Tensor, one: Draw) -> Tensor:
         """Return each client's random numbers, as a tensor under ``vmap``.
 
         Args:
@@ -212,33 +213,33 @@ class Streams(Layers):
             one: draws for one client, from the shape, type and device of the client's tensor.
 
         Raises:
-            RuntimeError: for single samples, if the tensor isn't a sample's.
+            RuntimeError: for a padded batch, if the tensor isn't its samples'.
         """
-        if self.sizes is not None:
-            return self.drawn_by_sample(like, one, self.sizes)
         if self.clients:
             shape = torch.Size([like.shape[0] // self.clients, *like.shape[1:]])
             return self.draw(lambda: one(shape, like.dtype, like.device)).flatten(0, 1)
+        if self.sizes is not None:
+            one = self.padded(one, cast(Tensor, self.weights).shape, iter(self.sizes))
         numbers: Tensor = Masks.apply(like.detach(), lambda *of_one: self.draw(lambda: one(*of_one)))
         return numbers
 
-    def drawn_by_sample(
-        self, like: Tensor, one: Callable[[torch.Size, torch.dtype, torch.device], Tensor], sizes: Sequence[int]
-    ) -> Tensor:
-        """Return each sample's random numbers: those that its client draws for a whole batch, and zeros beyond it."""
-        samples = samples_of(like)
-        if samples is None:
-            raise RuntimeError("random numbers that aren't drawn for samples")
-        width, shape = samples.shape[0], like.shape[1:]
-        remaining = iter(sizes)
+    @staticmethod
+    def padded(one: Draw, width: torch.Size, sizes: Iterator[int]) -> Draw:
+        """Return what draws a client's numbers for its own samples, as alone, and adds zeros for the padding.
 
-        def batch() -> Tensor:
-            drawn = one(torch.Size([next(remaining), *shape]), like.dtype, like.device)
-            return torch.cat([drawn, drawn.new_zeros(width - len(drawn), *shape)])
+        Args:
+            one: draws for one client.
+            width: the number of samples of the padded batch, as a shape.
+            sizes: each client's number of samples, in order.
+        """
 
-        with outside_vmap():
-            numbers = self.draw(batch).unsqueeze(2)
-        return sample_of(numbers, like)
+        def draw(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+            if shape[:1] != width:
+                raise RuntimeError("random numbers that aren't drawn for samples")
+            drawn = one(torch.Size([next(sizes), *shape[1:]]), dtype, device)
+            return torch.cat([drawn, drawn.new_zeros(width[0] - len(drawn), *shape[1:])])
+
+        return draw
 
     def draw(self, one: Callable[[], Tensor]) -> Tensor:
         """Return each client's random numbers ``[clients, ...]``.

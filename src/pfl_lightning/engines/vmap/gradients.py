@@ -33,10 +33,10 @@ from pfl_lightning.internals.of_torch import (
     stack_of,
     version,
 )
-from pfl_lightning.messages import StateDict, tensors, tree_map
+from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.tasks import Task
 
-Step = Callable[[StateDict, Batch], dict[str, Tensor]]
+Step = Callable[[StateDict, Any], dict[str, Tensor]]
 """A function of a client's entries and batch."""
 
 
@@ -63,7 +63,7 @@ ROWS = 4
 
 
 class OtherPath(Exception):
-    """A step of single samples has called other functions than the checked ones.
+    """A step of padded batches has called other functions than the checked ones.
 
     Args:
         calls: the functions.
@@ -77,11 +77,11 @@ class OtherPath(Exception):
 class Padding:
     """Whether steps may compute short batches together with longer ones, known by checks of a client module's phases.
 
-    A padded step computes the losses of single samples, whose mean is the loss of a batch unless the loss, or a layer
-    such as BatchNorm, depends on several samples of a batch together. Each round's first padded step of a phase is
-    therefore computed both ways, in float64, near the clients' weights, and with the same random numbers; and so is any
-    later step that calls other functions of torch, such as a term that begins with a certain batch. After a difference
-    the phase's batches are computed by size, for the rest of the run.
+    A short batch repeats its last sample, and means over samples give the repetitions the weight 0 (`Layers`). That is
+    the loss of the short batch unless the loss or a layer, such as BatchNorm, puts samples together otherwise. Each
+    round's first padded step of a phase is therefore computed both ways, in float64, near the clients' weights, and
+    with the same random numbers; and so is any later step that calls other functions of torch, such as a term that
+    begins with a certain batch. After a difference the phase's batches are computed by size, for the rest of the run.
 
     Args:
         module: the client module.
@@ -91,7 +91,7 @@ class Padding:
     def __init__(self, module: ClientModule, precision: Precision) -> None:
         # Weights of half precision would leave nothing to compare by.
         exact = str(precision.precision).endswith("-mixed") or str(precision.precision).startswith(("32", "64"))
-        # A task that counts errors otherwise than by samples has means that single samples don't add up to.
+        # A task that counts errors otherwise than by samples has means in which samples have no weights of their own.
         task = module.task
         self.possible = exact and not task.samples_meet and type(task).weight is Task.weight
         self.refused: set[str] = set()
@@ -271,7 +271,7 @@ class Differentiator:
         """
         seen = self.padding.steps.get(self.phase.name, 0)
         self.padding.steps[self.phase.name] = seen + 1
-        # A batch of one sample is its own mean, and says nothing. The largest batches say most.
+        # A batch of one sample is its own mean, and says little. The largest batches say most.
         groups = [group for group in part.by_size() if group.samples.shape[1] > 1]
         groups.sort(key=lambda group: -group.samples.shape[1])
         if seen >= CHECKED:
@@ -280,7 +280,7 @@ class Differentiator:
             self.padding.refused.add(self.phase.name)
 
     def _is_mean(self, group: Part, width: int, index: int) -> bool:
-        """Return whether a step of single samples gives the loss and gradients of a step of their batches.
+        """Return whether a step of padded batches gives the loss and gradients of a step of the batches themselves.
 
         Args:
             group: batches of one size.
@@ -288,15 +288,20 @@ class Differentiator:
             index: the step's number.
         """
         rows, size = group.samples.shape
-        repeated = torch.cat([group.samples, group.samples[:, -1:].expand(-1, width - size)], 1)
+        if size == width:
+            # Without padding there is nothing to compare.
+            size -= size // 2
+        own = group.samples[:, :size]
+        repeated = torch.cat([own, own[:, -1:].expand(-1, width - size)], 1)
         counts = torch.full((rows,), size, device=repeated.device)
-        padded, entries = self.block.batch(repeated), self._entries(group.rows)
+        padded = Part(group.rows, repeated, np.full(rows, size), counts)
+        samples, entries = self.block.batch(repeated), self._entries(group.rows)
         for cast_to, tolerance in ((in_float64, 1e-6), (unchanged, 1e-4)):
             given = {name: cast_to(entry.detach()) for name, entry in entries.items()}
             for name in self.trained:
                 # Moved away from the received weights, where terms such as a distance to these would vanish.
                 given[name] = given[name] * 1.01 + 0.001
-            batch = tree_map(cast_to, padded)
+            batch = tree_map(cast_to, samples)
             try:
                 expected = self._trial(group.rows, given, tree_map(lambda t: t[:, :size], batch), index, None)
             except torch.cuda.OutOfMemoryError:
@@ -305,7 +310,7 @@ class Differentiator:
             except Exception:
                 continue
             try:
-                return alike(self._trial(group.rows, given, batch, index, counts), expected, tolerance)
+                return alike(self._trial(group.rows, given, batch, index, padded), expected, tolerance)
             except torch.cuda.OutOfMemoryError:
                 raise
             # Of any type: vmap, layers and the author's code refuse what they can't do in their own ways.
@@ -313,43 +318,37 @@ class Differentiator:
                 return False
         return False
 
-    def _trial(self, rows: Rows, entries: StateDict, batch: Batch, index: int, counts: Tensor | None) -> Trial:
-        """Compute a step without any effect: of batches, or of single samples.
+    def _trial(self, rows: Rows, entries: StateDict, batch: Batch, index: int, padded: Part | None) -> Trial:
+        """Compute a step without any effect, of whole or of padded batches.
 
         Args:
             rows: the clients' rows.
             entries: their entries.
             batch: inputs and targets ``[rows, size, ...]``.
             index: the step's number.
-            counts: each row's number of samples ``[rows]``, for a step of single samples; None for one of batches.
+            padded: the batches if they are padded; None for batches without padding.
         """
         members = self.block.of(rows)
         streams = [member.stream.copy() for member in members]
         kept = {name: entry.clone() for name, entry in entries.items() if name not in self.trained}
         given = {name: kept.get(name, entry) for name, entry in entries.items()}
-        if counts is None:
-            values, gradients = self._differentiate(given, batch, index, members, trial=streams)
-        else:
-            before = {name: version(entry) for name, entry in kept.items()}
-            values, gradients = self._by_sample(given, batch, index, members, counts.tolist(), counts, trial=streams)
+        before = {name: version(entry) for name, entry in kept.items()}
+        values, gradients = self._differentiate(given, batch, index, members, trial=streams, padded=padded)
+        if padded is not None:
             self._moving |= {name for name, entry in kept.items() if version(entry) != before[name]}
         return Trial({name: value.detach() for name, value in values.items()}, gradients, kept, streams)
 
     def _padded(self, part: Part, index: int) -> Values | None:
         """Run a step of batches of several sizes at once; None if it can't be computed, without any effect."""
-        rows, samples, sizes, counts = part
+        rows = part.rows
         entries = self._entries(rows)
         entries.update({name: entries[name].clone() for name in self._moving})
         buffers = [entry for name, entry in entries.items() if name not in self.trained and name not in self._moving]
         before = list(map(version, buffers))
-        factors: Tensor | float | None = None if self.scales is None else self.scales.of(rows)[:, None]
-        if self.share != 1:
-            factors = self.share if factors is None else factors * self.share
-        members, of_rows = self.block.of(rows), cast("NDArray[np.int64]", sizes).tolist()
+        factors = None if self.scales is None else self.scales.of(rows)
+        batch, members = self.block.batch(part.samples), self.block.of(rows)
         try:
-            done = self._by_sample(
-                entries, self.block.batch(samples), index, members, of_rows, cast(Tensor, counts), factors
-            )
+            done = self._differentiate(entries, batch, index, members, factors, self.share, padded=part)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -402,18 +401,35 @@ class Differentiator:
         factors: Tensor | None = None,
         share: float = 1.0,
         trial: list[Stream] | None = None,
+        padded: Part | None = None,
     ) -> Values:
-        """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries."""
+        """Return the values of ``training_step``, and a share of the loss's gradients by the trained entries.
+
+        Args:
+            entries: the entries, a row per client.
+            batch: inputs and targets, a row per client.
+            index: the batch's number.
+            members: the clients.
+            factors: factors of the gradients ``[clients]``; None leaves them.
+            share: a further factor for all.
+            trial: streams to draw from in place of the clients' own, in full precision; None trains.
+            padded: the batches if they are padded; None for batches without padding.
+
+        Raises:
+            OtherPath: if the step of padded batches calls other functions than a checked one.
+        """
 
         def alone() -> None:
             with self.precision.forward_context():
                 step_values(self.module, tree_map(lambda stack: stack[0], batch), index)
 
-        if trial is None and self.merged.parts and self.phase.name not in self.merged.checked:
+        explained = trial is None and padded is None
+        if explained and self.merged.parts and self.phase.name not in self.merged.checked:
             self._check_merged(entries, batch, index, members)
-        at_once = partial(self._values, entries, batch, index, members, trial)
+        at_once = partial(self._values, entries, batch, index, members, trial, padded)
+        # What padded batches can't is computed by size, and explained there.
         values = (
-            vectorised(self.attributes, self.slots, members[0], entries, at_once, alone) if trial is None else at_once()
+            vectorised(self.attributes, self.slots, members[0], entries, at_once, alone) if explained else at_once()
         )
         loss = values["loss"]
         if factors is not None:
@@ -478,44 +494,6 @@ class Differentiator:
         rest = {name: cast(Tensor, current[name])[None] for name in entries if name not in self.trained}
         return Trial({name: value.detach()[None] for name, value in values.items()}, gradients, rest, [stream])
 
-    def _by_sample(
-        self,
-        entries: StateDict,
-        batch: Batch,
-        index: int,
-        members: list[Member],
-        sizes: list[int],
-        counts: Tensor,
-        factors: Tensor | float | None = None,
-        trial: list[Stream] | None = None,
-    ) -> Values:
-        """Return the same as `_differentiate`, from steps of single samples.
-
-        Args:
-            entries: the entries, a row per client.
-            batch: inputs and targets ``[clients, width, ...]``.
-            index: the batch's number.
-            members: the clients.
-            sizes: each client's number of samples; further ones have no influence.
-            counts: the same on the device.
-            factors: factors of the gradients, ``[clients, 1]`` or one for all; None leaves them.
-            trial: as for `_values`.
-
-        Raises:
-            OtherPath: if the step calls other functions than a checked one.
-        """
-        of_samples = self._values(entries, batch, index, members, trial, sizes)
-        loss = of_samples["loss"]
-        width = loss.shape[1]
-        own = torch.arange(width, device=counts.device) < counts[:, None]
-        weights = own.to(torch.promote_types(loss.dtype, torch.float32)) / counts[:, None]
-        values = {name: (value.detach() * weights).sum(1) for name, value in of_samples.items()}
-        if "loss_squared" in self.module.requested:
-            # The square of a batch's loss, and not the mean of squares.
-            values["loss_squared"] = values["loss"].square()
-        outputs = weights if factors is None else weights * factors
-        return values, self._backward(loss, entries, outputs.to(loss.dtype))
-
     def _values(
         self,
         entries: StateDict,
@@ -523,38 +501,31 @@ class Differentiator:
         index: int,
         members: list[Member],
         trial: list[Stream] | None,
-        sizes: list[int] | None = None,
+        padded: Part | None,
     ) -> dict[str, Tensor]:
-        """Return the values of ``training_step``, ``[clients]``, or of steps of single samples, ``[clients, width]``.
-
-        Args:
-            entries: the entries, a row per client.
-            batch: inputs and targets, a row per client.
-            index: the batch's number.
-            members: the clients.
-            trial: streams to draw from in place of the clients' own, in full precision; None trains.
-            sizes: each client's number of samples, for steps of single samples; None for steps of batches.
-        """
+        """Return the values of ``training_step``, ``[clients]``; arguments as for `_differentiate`."""
         for name in self.trained:
             entries[name].requires_grad_()
         states = DeviceStates([member.stream for member in members] if trial is None else trial)
         # Each client draws dropout from its own stream, as it would alone.
         streams = Streams(default_generators(self.module.device)[-1], states)
-        streams.sizes = sizes
         forward = self.precision.forward_context if trial is None else nullcontext
+        weights: list[Tensor] = []
+        if padded is not None:
+            streams.sizes = cast("NDArray[np.int64]", padded.sizes).tolist()
+            counts = cast(Tensor, padded.counts)[:, None]
+            exact = torch.promote_types(entries[self.trained[0]].dtype, torch.float32)
+            weights = [(torch.arange(padded.samples.shape[1], device=counts.device) < counts).to(exact) / counts]
 
-        def one(entries: StateDict, batch: Batch) -> dict[str, Tensor]:
+        def one(entries: StateDict, given: tuple[Batch, list[Tensor]]) -> dict[str, Tensor]:
+            batch, streams.weights = given[0], given[1][0] if given[1] else None
             streams.trained = [entries[name] for name in self.trained]
             streams.classes = batch[1] if self.module.task.has_classes else None
             return self.slots.call(step_values, entries, self.module, batch, index)
 
-        with forward(), streams:
-            if sizes is None:
-                with self.merged.at_once(streams):
-                    values = mapped(one, entries, batch, len(members))
-            else:
-                values = mapped_by_sample(one, entries, batch, len(members), next(tensors(batch[1])).shape[1])
-        if sizes is not None:
+        with forward(), streams, self.merged.at_once(streams) if padded is None else nullcontext():
+            values = mapped(one, entries, (batch, weights), len(members))
+        if padded is not None:
             if trial is not None:
                 self._paths.append(streams.calls)
             elif streams.calls not in self._paths:
@@ -577,7 +548,7 @@ class Differentiator:
         return {name: g for name, g in zip(self.trained, gradients, strict=True) if g is not None}
 
 
-def mapped(step: Step, entries: StateDict, batch: Batch, count: int) -> dict[str, Tensor]:
+def mapped(step: Step, entries: StateDict, batch: Any, count: int) -> dict[str, Tensor]:
     """Compute ``vmap(step)(entries, batch)`` with a fifth of the overhead, which otherwise equals a small net's layer.
 
     Args:
@@ -597,37 +568,6 @@ def mapped(step: Step, entries: StateDict, batch: Batch, count: int) -> dict[str
     try:
         values = step({name: row(stack) for name, stack in entries.items()}, tree_map(row, batch))
         # A value without a row per client is repeated for each.
-        return {name: stack_of(value, level, count, 0) for name, value in values.items()}
-    finally:
-        leave_vmap()
-
-
-def mapped_by_sample(step: Step, entries: StateDict, batch: Batch, count: int, size: int) -> dict[str, Tensor]:
-    """Compute a function of one client and a batch of a single sample, for all clients and samples.
-
-    What is computed of a sample can't depend on other samples. Entries are shared by a client's samples, so that
-    gradients of single samples don't exist in memory.
-
-    Args:
-        step: the function of one client.
-        entries: parameters and buffers, a row per client.
-        batch: inputs and targets ``[clients, size, ...]``.
-        count: the number of clients.
-        size: the number of samples of each client.
-
-    Returns:
-        Values ``[clients, size]``.
-    """
-    load_decompositions()
-    level = enter_vmap(count, "error")
-    try:
-        rows = {name: row_of(stack, 0, level) for name, stack in entries.items()}
-        inner = enter_vmap(size, "error")
-        try:
-            values = step(rows, tree_map(lambda t: row_of(row_of(t.unsqueeze(2), 0, level), 0, inner), batch))
-            values = {name: stack_of(value, inner, size, 0) for name, value in values.items()}
-        finally:
-            leave_vmap()
         return {name: stack_of(value, level, count, 0) for name, value in values.items()}
     finally:
         leave_vmap()

@@ -1,6 +1,6 @@
 """Faster layers of stacked clients, and correct types under autocast, where ``vmap`` has neither."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,14 +22,22 @@ MEAN = {
     "label_smoothing": 0.0,
 }
 """The keyword arguments of ``torch.nn.functional.cross_entropy`` with default settings."""
+LOSSES = {
+    *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss),
+}
+"""Losses of samples that torch averages."""
 
 
 class Layers(TorchFunctionMode):
-    """Replace linear layers, convolutions and cross-entropy under ``vmap`` inside this context."""
+    """Replace linear layers, convolutions and cross-entropy under ``vmap``, and means over padded batches."""
 
     classes: Tensor | None = None
     """The batch's class numbers, checked beforehand to be in range. torch's own cross-entropy looks for ignored samples
     at every call, and this batch has none."""
+    weights: Tensor | None = None
+    """Weights of a padded batch's samples in means over samples, ``[n]`` with sum 1, 0 beyond the client's own; None
+    for batches without padding."""
     clients = 0
     """Number of clients whose samples are one batch, outside of ``vmap`` (`Merged`); 0 under ``vmap``."""
 
@@ -40,7 +48,9 @@ class Layers(TorchFunctionMode):
                 return linear_of_batch(self.clients, *args, **(kwargs or {}))
             return linear(*args, **(kwargs or {}))
         if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
-            return cross_entropy(*args)
+            return cross_entropy(*args, self.weights)
+        if self.weights is not None and func in MEANS:
+            return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
             return convolution(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -56,8 +66,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensors = [input, weight] if bias is None else [input, weight, bias]
         if (stacks := stacks_of(tensors)) is not None:
             return applied(StackLinear, stacks, input)
-        if (output := linear_by_sample(input, tensors[1:])) is not None:
-            return output
     product = torch.matmul(input, weight.t())
     return product if bias is None else product + bias.to(product.dtype)
 
@@ -83,18 +91,77 @@ def linear_of_batch(clients: int, input: Tensor, weight: Tensor, bias: Tensor | 
     return output.view(*input.shape[:-1], -1)
 
 
-def cross_entropy(input: Tensor, target: Tensor) -> Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` for class numbers known to be in range."""
+def cross_entropy(input: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``torch.nn.functional.cross_entropy`` for class numbers known to be in range.
+
+    Args:
+        input: logits ``[n, classes]``.
+        target: class numbers ``[n]``.
+        weights: the samples' weights ``[n]``; None for the plain mean.
+    """
     if torch.is_autocast_enabled(input.device.type):
         # autocast computes cross-entropy in float32.
         input = input.float()
-    if input.dim() == 2:
-        if (stacks := stacks_of([input, target])) is not None:
-            return applied(StackCrossEntropy, stacks, input)
-        if (losses := cross_entropy_by_sample(input, target)) is not None:
-            return losses
+    tensors = [input, target] if weights is None else [input, target, weights]
+    if input.dim() == 2 and (stacks := stacks_of(tensors)) is not None:
+        return applied(StackCrossEntropy, stacks, input)
     # Targets shared by all clients have no stack; this plain form works under vmap as it is.
-    return input.log_softmax(1).gather(1, target[:, None]).sum() / -len(target)
+    log_p = input.log_softmax(1).gather(1, target[:, None])
+    return log_p.sum() / -len(target) if weights is None else weighted_sum(weights, -log_p.flatten(1).mean(1))
+
+
+def weighted_loss(weights: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a loss of a padded batch with each sample at its weight.
+
+    Args:
+        weights: the samples' weights ``[n]``.
+        function: the loss of ``torch.nn.functional``.
+        args: its arguments.
+        kwargs: its further arguments, by which it may ask for another reduction than the mean.
+    """
+    reduction = kwargs.get("reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        return function(*args, **kwargs)
+    errors = function(*args, **{**kwargs, "reduction": "none"})
+    # A loss of other things than samples, such as distances of weights.
+    if errors.shape[:1] != weights.shape:
+        return function(*args, **kwargs)
+    of_samples = errors.flatten(1) if errors.dim() > 1 else errors[:, None]
+    return weighted_sum(weights, of_samples.sum(1) if reduction == "batchmean" else of_samples.mean(1))
+
+
+def weighted_mean(weights: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return ``torch.mean`` of a padded batch's tensor, with each sample at its weight if it is a mean over samples.
+
+    Args:
+        weights: the samples' weights ``[n]``.
+        function: ``torch.mean``, or the method.
+        args: its arguments.
+        kwargs: its further arguments.
+    """
+    input, dim, keepdim = (*args, *(None, False)[len(args) - 1 :])
+    dim, keepdim = kwargs.get("dim", dim), kwargs.get("keepdim", keepdim)
+    dims = range(input.dim()) if dim is None else [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+    if 0 not in dims or input.shape[:1] != weights.shape or kwargs.keys() - {"dim", "keepdim"}:
+        return function(*args, **kwargs)
+    others = [d for d in dims if d]
+    of_samples = input.mean(others, keepdim=True) if others else input
+    mean = weighted_sum(weights, of_samples)[None]
+    if keepdim:
+        return mean
+    # from the last, as each removal moves those behind it
+    for d in sorted(dims, reverse=True):
+        mean = mean.squeeze(d)
+    return mean
+
+
+def weighted_sum(weights: Tensor, of_samples: Tensor) -> Tensor:
+    r"""Return :math:`\sum_i w_i t_i` for tensors of samples ``[n, ...]``."""
+    return (of_samples * weights.view(-1, *[1] * (of_samples.dim() - 1))).sum(0)
+
+
+MEANS = {**dict.fromkeys(LOSSES, weighted_loss), **dict.fromkeys((torch.mean, torch.Tensor.mean), weighted_mean)}
+"""What takes the place of a mean over the samples of a padded batch."""
 
 
 def convolution(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -148,61 +215,6 @@ def applied(function: type[torch.autograd.Function], stacks: list[Tensor], like:
     return rows
 
 
-def samples_of(sample: Tensor) -> Tensor | None:
-    """Return the samples of a client ``[size, 1, ...]`` behind a sample of `mapped_by_sample`; None for other tensors.
-
-    Args:
-        sample: a tensor inside a step under ``vmap``.
-    """
-    if row_dimension(sample) != 0:
-        return None
-    samples = unwrapped(sample)
-    return samples if is_wrapped(samples) and sample.dim() and sample.shape[0] == 1 else None
-
-
-def sample_of(stack: Tensor, like: Tensor) -> Tensor:
-    """Return a stack ``[clients, size, 1, ...]`` as a tensor of a sample under `mapped_by_sample`.
-
-    Args:
-        stack: the stack.
-        like: any tensor of a sample.
-    """
-    sample: Tensor = row_of(row_of(stack, 0, level_of(unwrapped(like))), 0, level_of(like))
-    return sample
-
-
-def linear_by_sample(input: Tensor, entries: list[Tensor]) -> Tensor | None:
-    """Compute a linear layer of single samples; None if the tensors aren't plain rows.
-
-    Args:
-        input: a sample's ``[1, in]``.
-        entries: a client's weight, and the bias if there is one.
-    """
-    samples = samples_of(input)
-    if samples is None or (stacks := stacks_of([samples, *entries])) is None:
-        return None
-    if any(level_of(entry) != level_of(samples) for entry in entries):
-        return None
-    with outside_vmap():
-        output = StackLinear.apply(stacks[0].flatten(1, 2), *stacks[1:]).unsqueeze(2)
-    return sample_of(output, input)
-
-
-def cross_entropy_by_sample(input: Tensor, target: Tensor) -> Tensor | None:
-    """Compute the cross-entropy of single samples; None if the tensors aren't plain rows.
-
-    Args:
-        input: a sample's logits ``[1, classes]``.
-        target: its class ``[1]``.
-    """
-    of_client = [samples_of(input), samples_of(target)]
-    if of_client[0] is None or of_client[1] is None or (stacks := stacks_of(cast(list[Tensor], of_client))) is None:
-        return None
-    with outside_vmap():
-        losses = StackCrossEntropy.apply(*(stack.flatten(0, 1) for stack in stacks)).view(stacks[0].shape[:2])
-    return sample_of(losses, input)
-
-
 class StackLinear(torch.autograd.Function):
     r"""Linear layers side by side, :math:`x_k W_k^\top + b_k`."""
 
@@ -224,23 +236,27 @@ class StackLinear(torch.autograd.Function):
 
 
 class StackCrossEntropy(torch.autograd.Function):
-    r"""Mean cross-entropies side by side, :math:`-\frac{1}{n} \sum_i \log p_{i y_i}` where p is the softmax."""
+    r"""Cross-entropies side by side, :math:`-\sum_i w_i \log p_{i y_i}` with the softmax p, by default the mean."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the losses ``[clients]`` of logits ``[clients, n, classes]`` and class numbers ``[clients, n]``."""
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return losses ``[clients]`` of logits ``[clients, n, classes]``, classes and weights ``[clients, n]``."""
         log_p, target = log_softmax(logits), target[:, :, None]
-        ctx.save_for_backward(log_p, target)
-        return log_p.gather(2, target).sum((1, 2)) / -logits.shape[1]
+        ctx.save_for_backward(log_p, target, weights)
+        of_samples = log_p.gather(2, target)
+        if weights is None:
+            return of_samples.sum((1, 2)) / -logits.shape[1]
+        return -(of_samples.squeeze(2) * weights).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the softmax minus the one-hot targets; a second derivative is refused."""
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of the gradients of cross-entropy, of many clients at once")
-        log_p, target = ctx.saved_tensors
+        log_p, target, weights = ctx.saved_tensors
         difference = softmax_minus_one_hot(log_p, target)
-        return difference.mul_((gradients[0] / target.shape[1])[:, None, None]), None
+        factors = gradients[0][:, None] * weights if weights is not None else (gradients[0] / target.shape[1])[:, None]
+        return difference.mul_(factors[:, :, None]), None, None
 
 
 def linear_of_stacks(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

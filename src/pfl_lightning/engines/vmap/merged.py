@@ -206,7 +206,7 @@ def forward(part: Part, function: Callable[..., Any], layers: Layers, *args: Any
         RuntimeError: if the part changes a buffer.
     """
     given = list(tensors((args, kwargs)))
-    # inputs that clients have in common, and steps of single samples, stay under vmap
+    # inputs that clients have in common stay under vmap
     if not given or any(row_dimension(t) < 0 or not t.dim() or is_wrapped(unwrapped(t)) for t in given):
         return function(*args, **kwargs)
     level = level_of(given[0])
