@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast, overload
 
 import torch
@@ -13,7 +14,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, LastBatch, Samples, Split
-from pfl_lightning.data.batches import Limit
+from pfl_lightning.data.batches import Limit, continued_orders, epoch_order
 from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
 from pfl_lightning.engines.evaluation import evaluate, metrics_of
@@ -181,6 +182,26 @@ class Job(NamedTuple):
             work: the settings of local training.
         """
         return self.order_seed is not None and phase.data is None and work.extent(phase).steps is not None
+
+    def orders(
+        self, phase: Phase, work: LocalWork, samples: int, smallest: int, generator: torch.Generator
+    ) -> tuple[Iterator[Tensor], int]:
+        """Return the sample orders of a phase's epochs, and the batches of the first that an earlier round has trained.
+
+        Args:
+            phase: the phase.
+            work: the settings of local training.
+            samples: number of samples, at least one batch.
+            smallest: the smallest usable batch.
+            generator: draws the orders, one after another as they are asked for.
+        """
+        size, last, epochs, steps, limit = work.extent(phase)
+        if self.continues(phase, work):
+            begun = self.state.batches.get(phase.name, 0)
+            return continued_orders(samples, size, last, smallest, cast(int, self.order_seed), begun, limit)
+        # As many epochs as its steps take, which only the caller can count.
+        passes = count() if steps else range(epochs or 0)
+        return (epoch_order(samples, size, last, generator, limit) for _ in passes), 0
 
     @property
     def travelling(self) -> Message:

@@ -5,8 +5,8 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain, count, islice
-from typing import Any, TypeAlias, cast
+from itertools import chain, islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.contract.attributes import Leaks
-from pfl_lightning.data import ClientData, Samples, epoch_order
-from pfl_lightning.data.batches import continued_orders
+from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome, PrivateTraining
@@ -232,16 +231,12 @@ class Sequential(Engine):
             generator: draws the order of samples.
             job: the client's job.
         """
-        size, last, epochs, steps, limit = self.work.extent(phase)
+        size, steps = self.work.extent(phase).batch_size, self.work.extent(phase).steps
         # Without this, a number of steps would loop over endless epochs without a single batch.
         if len(part) < self.smallest_batch:
             return
-        orders: Iterator[Tensor] = (
-            epoch_order(len(part), size, last, generator, limit) for _ in (count() if steps else range(epochs or 0))
-        )
-        if job.continues(phase, self.work):
-            begun, seed = job.state.batches.get(phase.name, 0), cast(int, job.order_seed)
-            orders, done = continued_orders(len(part), size, last, self.smallest_batch, seed, begun, limit)
+        orders, done = job.orders(phase, self.work, len(part), self.smallest_batch, generator)
+        if done:
             orders = chain([next(orders)[done * size :]], orders)
         made = 0
         for order in orders:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import epoch_order
-from pfl_lightning.data.batches import batches_of, continued_orders
+from pfl_lightning.data.batches import batches_of
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
@@ -182,39 +181,30 @@ class BlockTrainer:
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        (size, last, epochs, steps, limit), smallest = self.work.extent(phase), self.sequential.smallest_batch
+        (size, _, epochs, steps, _), smallest = self.work.extent(phase), self.sequential.smallest_batch
         accumulate = self.work.accumulate
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         skipped = np.zeros_like(sizes)
-        generator, passes = torch.Generator(), dict[int, int]()
+        generator, further = torch.Generator(), dict[tuple[int, int], int]()
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
                 continue
-            if steps is not None and member.job.continues(phase, self.work):
-                begun = member.job.state.batches.get(phase.name, 0)
-                epochs_left, skipped[row] = continued_orders(
-                    samples, size, last, smallest, cast(int, member.job.order_seed), begun, limit
-                )
-                first = next(epochs_left)
-                lengths[row] = first.numel()
-                each = batches_of(first.numel(), size, smallest)
-                # The epoch that has begun has some steps left, and every further one all of its own.
-                left = -(-(each - int(skipped[row])) // accumulate)
-                further = -(-max(steps - left, 0) // -(-each // accumulate))
-                orders[row] = torch.cat([first, *islice(epochs_left, further)])
-                continue
             # With several phases the client's generator continues from phase to phase, as in `Sequential`.
-            generator = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
-            orders[row] = epoch_order(samples, size, last, generator, limit)
-            lengths[row] = length = orders[row].numel()
-            if samples not in passes:
-                made = max(-(-batches_of(length, size, smallest) // accumulate), 1)
+            own = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
+            epochs_left, done = member.job.orders(phase, self.work, samples, smallest, own)
+            if (first := next(epochs_left, None)) is None:
+                continue
+            lengths[row], skipped[row] = first.numel(), done
+            if (samples, done) not in further:
+                # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
+                each = batches_of(first.numel(), size, smallest)
+                whole, rest = (-(-batches // accumulate) for batches in (each, each - done))
                 # Enough epochs for the steps, rounded up; `Plan` drops what is too much.
-                passes[samples] = -(-steps // made) if steps else cast(int, epochs)
-            if passes[samples] > 1:
-                more = (epoch_order(samples, size, last, generator, limit) for _ in range(1, passes[samples]))
-                orders[row] = torch.cat([orders[row], *more])
+                needed = -(-max(steps - rest, 0) // max(whole, 1)) if steps else cast(int, epochs) - 1
+                further[samples, done] = needed
+            more = islice(epochs_left, further[samples, done])
+            orders[row] = torch.cat([first, *more]) if further[samples, done] else first
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped, accumulate)
 
     def _narrow(self, optimizers: list[RowsOptimizer], end: int, phase: Phase, block: Block) -> None:
