@@ -189,11 +189,6 @@ class Federation(LightningModule):
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         return [*self.options.stages.values(), *(each for each in callbacks if isinstance(each, Stage))]
 
-    def with_hook(self, hook: str) -> list[Stage]:
-        """Return the stages with a hook of their own, as others would cost a call per client."""
-        default = getattr(Stage, hook)
-        return [stage for stage in self.stages if getattr(type(stage), hook) is not default]
-
     def _parts(self) -> list[Declares]:
         """Return what client module and server do to rounds, and exclude."""
         client, server = self.client, self.aggregator

@@ -36,6 +36,7 @@ class Round:
         self.aggregator, self.options, self.data = federation.aggregator, federation.options, federation.data
         self.away = frozenset[int]().union(*(engine.absent for engine in federation.engines))
         """Clients out of reach."""
+        self._stages = federation.stages
 
     def run(self) -> None:
         """Run the round."""
@@ -44,6 +45,11 @@ class Round:
         outcomes = self.train(plan)
         taken = self.take(plan, outcomes)
         self.aggregate(plan, taken)
+
+    def _with_hook(self, hook: str) -> list[Stage]:
+        """Return the stages with a hook of their own, as others would cost a call per client."""
+        default = getattr(Stage, hook)
+        return [stage for stage in self._stages if getattr(type(stage), hook) is not default]
 
     # Choose
 
@@ -81,7 +87,7 @@ class Round:
         federation = self.federation
         there = [client for client in self.clients if client not in self.away]
         size = min(self.options.cohort_size(len(self.clients)), len(there))
-        for stage in federation.with_hook("on_plan"):
+        for stage in self._with_hook("on_plan"):
             if (plan := stage.on_plan(federation, there, size)) is not None:
                 return plan
         if federation.drawn[0] == federation.round:
@@ -94,7 +100,7 @@ class Round:
     @property
     def _tells_absent(self) -> bool:
         """True if rounds may lack clients of their cohort, so that the record names these."""
-        return self.data.at_sites or bool(self.federation.with_hook("on_plan"))
+        return self.data.at_sites or bool(self._with_hook("on_plan"))
 
     # Send and train
 
@@ -133,9 +139,9 @@ class Round:
             handed: entries from another client that replace the payload's.
         """
         federation, splits = self.federation, self.options.splits_after
-        listeners, senders = federation.listeners("on_client_fit_start"), federation.with_hook("on_send")
+        listeners, senders = federation.listeners("on_client_fit_start"), self._with_hook("on_send")
         # sites change their updates themselves
-        changing = [] if self.data.at_sites else federation.with_hook("on_upload")
+        changing = [] if self.data.at_sites else self._with_hook("on_upload")
         finish = partial(self._as_sent, changing) if changing else None
         previous: dict[str, object] | None = None
         size = 0
@@ -183,7 +189,7 @@ class Round:
         # whoever looks at single updates needs all of them; and where clients may miss, the mean of those that answer
         # has the bits of a round without the others, which a sum that expects all can't give
         may_miss = any(engine.may_miss_clients for engine in federation.engines)
-        if may_miss or federation.with_hook("on_collect") or federation.listeners("on_aggregate_start"):
+        if may_miss or self._with_hook("on_collect") or federation.listeners("on_aggregate_start"):
             return None
         return Arrivals(self.aggregator, lambda: federation.sizes(clients, "train"), lambda: federation.shared_now)
 
@@ -201,7 +207,7 @@ class Round:
         federation, round, expected = self.federation, self.federation.round + 1, len(plan.arrived)
         for setting in self.options.stages.values():
             setting.spend(federation, plan.cohort, outcomes)
-        for stage in federation.with_hook("on_collect") if plan.cohort else ():
+        for stage in self._with_hook("on_collect") if plan.cohort else ():
             outcomes = stage.on_collect(federation, plan.cohort, outcomes)
         absent = sorted(self.away | set(plan.cohort) - outcomes.keys())
         # Under a privacy guarantee the run must not stop because of divergence: stopping would reveal something about
@@ -252,7 +258,7 @@ class Round:
         """
         federation, aggregator = self.federation, self.aggregator
         updates = {client: outcome.update for client, outcome in taken.items()}
-        for stage in federation.with_hook("on_deliver"):
+        for stage in self._with_hook("on_deliver"):
             updates = stage.on_deliver(federation, plan, updates)
         federation.call("on_aggregate_start", updates)
         start = time.perf_counter()
@@ -268,8 +274,9 @@ class Round:
         keep_own(aggregator.state, updates)
         federation.remembered.check("aggregate")
         # client states change only here, after aggregation, so that an interrupted round leaves no client half-updated
+        private = bool(federation.publishable)
         for client, outcome in taken.items():
-            federation.clients[client] = self._sound(client, outcome.state)
+            federation.clients[client] = self._sound(client, outcome.state, private)
             if self.options.splits_after:
                 federation.evaluations.after[client] = outcome.after
         self._remember(taken, plan.took)
@@ -284,14 +291,15 @@ class Round:
         federation.metrics |= {f"privacy/{name}": value for name, value in federation.privacy().items()}
         federation.call("on_aggregate_end", logs)
 
-    def _sound(self, client: int, state: ClientState) -> ClientState:
+    def _sound(self, client: int, state: ClientState, private: bool) -> ClientState:
         """Return a client's state in types that checkpoints take, and warn where it isn't finite.
 
         Args:
             client: the client's id.
             state: the state after training.
+            private: whether the client's updates count though its state isn't finite, as under a privacy guarantee.
         """
-        if self.federation.publishable and not is_finite(state.personal):
+        if private and not is_finite(state.personal):
             # the update still counts: leaving it out would reveal something about the samples without noise
             rank_zero_warn(
                 f"round {self.federation.round + 1}: what stays with client {self.data.client_label(client)} became "

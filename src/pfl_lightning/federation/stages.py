@@ -154,6 +154,10 @@ class Federated(Protocol):
     def is_fitting(self) -> bool:
         """Whether rounds are run, and not an evaluation alone."""
 
+    @property
+    def stages(self) -> "list[Stage]":
+        """The stages of a round, in the order of their calls."""
+
     def architecture_of(self, client: int) -> int:
         """Return the index of a client's architecture."""
 
@@ -173,9 +177,6 @@ class Federated(Protocol):
 
     def cohort(self, clients: Sequence[int], size: int, draw: int = 0) -> list[int]:
         """Return the ids of a cohort, drawn for the round."""
-
-    def with_hook(self, hook: str) -> "list[Stage]":
-        """Return the stages with a hook of their own."""
 
     def listeners(self, hook: str) -> list[Callable[..., Any]]:
         """Return the callbacks' own methods for a hook."""

@@ -48,7 +48,7 @@ class Layers(TorchFunctionMode):
                 return linear_of_batch(self.clients, *args, **(kwargs or {}))
             return linear(*args, **(kwargs or {}))
         if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
-            return cross_entropy(*args, self.weights)
+            return cross_entropy(args[0], args[1], self.weights)
         if self.weights is not None and func in MEANS:
             return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
@@ -139,10 +139,10 @@ def weighted_mean(weights: Tensor, function: Callable[..., Tensor], args: Any, k
         args: its arguments.
         kwargs: its further arguments.
     """
-    input, dim, keepdim = (*args, *(None, False)[len(args) - 1 :])
-    dim, keepdim = kwargs.get("dim", dim), kwargs.get("keepdim", keepdim)
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
+    input, dim, keepdim = given.pop("input"), given.pop("dim", None), given.pop("keepdim", False)
     dims = range(input.dim()) if dim is None else [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-    if 0 not in dims or input.shape[:1] != weights.shape or kwargs.keys() - {"dim", "keepdim"}:
+    if given or 0 not in dims or input.shape[:1] != weights.shape:
         return function(*args, **kwargs)
     others = [d for d in dims if d]
     of_samples = input.mean(others, keepdim=True) if others else input
