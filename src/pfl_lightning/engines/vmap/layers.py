@@ -48,7 +48,8 @@ class Layers(TorchFunctionMode):
                 return linear_of_batch(self.clients, *args, **(kwargs or {}))
             return linear(*args, **(kwargs or {}))
         if func is F.cross_entropy and args[1] is self.classes and kwargs == MEAN:
-            return cross_entropy(*args, weights=self.weights)
+            logits, target = args
+            return cross_entropy(logits, target, self.weights)
         if self.weights is not None and func in MEANS:
             return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
