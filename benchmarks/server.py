@@ -18,14 +18,14 @@ import time
 import torch
 
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators import LDAWA, FedAWA, FedAWAL, FedDisco, FedLAW
+from pfl_lightning.aggregators import LDAWA, FedAWA, FedDisco, FedLAW
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CifarResNet
 
 CLASSES, SHAPE = 10, (3, 32, 32)
-REPORTED = {"FedAWAL": 18.5, "FedLAW": 12.3, "LDAWA": 3.1}
+REPORTED = {"FedAWA-L": 18.5, "FedLAW": 12.3, "LDAWA": 3.1}
 
 
 class Public:
@@ -68,17 +68,16 @@ def main() -> None:
     torch.manual_seed(0)
     client = FedAvg(CifarResNet, SHAPE, CLASSES)
     weights = {name: tensor.clone() for name, tensor in client.state_dict().items()}
-    servers: list[WeightedAverage] = [
-        *(WeightedAverage(), FedDisco(), FedAWA(), FedAWAL(), LDAWA(warmup=0)),
-        *([FedLAW()] if args.fedlaw else []),
-    ]
-    seconds: dict[str, list[float]] = {type(server).__name__: [] for server in servers}
-    for server in servers:
+    rules: list[WeightedAverage] = [WeightedAverage(), FedDisco(), FedAWA(), LDAWA(warmup=0)]
+    servers = {type(rule).__name__: rule for rule in [*rules, *([FedLAW()] if args.fedlaw else [])]}
+    servers["FedAWA-L"] = FedAWA(group="module")
+    seconds: dict[str, list[float]] = {name: [] for name in servers}
+    for server in servers.values():
         server.setup(Server(args.clients, weights, client, Public(), seed=0))  # type: ignore[arg-type]
     for number in range(max(args.rounds, args.fedlaw)):
         updates = uploads(weights, args.clients)
-        for server in servers:
-            times = seconds[type(server).__name__]
+        for name, server in servers.items():
+            times = seconds[name]
             if len(times) < (args.fedlaw if isinstance(server, FedLAW) else args.rounds):
                 start = time.perf_counter()
                 server.aggregate(updates, round=number)

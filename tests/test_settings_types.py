@@ -7,14 +7,13 @@ import pytest
 from lightning.pytorch import Trainer
 
 from pfl_lightning import FederatedTrainer
-from pfl_lightning.aggregators import FedAdagrad, FedAvgM, FedAWA, WeightedAverage
+from pfl_lightning.aggregators import FedAdagrad, FedAvgM, WeightedAverage
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import FederatedDataModule, ImageFolder
 from pfl_lightning.data.datamodule import DataSettings, DivisionSettings
 from pfl_lightning.data.tiny_imagenet import ImageSettings
 from pfl_lightning.methods import FeatureAlignment, FedProto
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
-from pfl_lightning.methods.fedawa import FedAWASettings
 from pfl_lightning.methods.fedopt import AdaptiveSettings, MomentumSettings
 from pfl_lightning.methods.fedtgp import PrototypeSettings
 from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings
@@ -26,7 +25,6 @@ SETTINGS = {
     DataSettings: (FederatedDataModule, set()),
     # a factor of the whole mean, which subclasses with steps or parts of their own refuse
     MeanSettings: (WeightedAverage, {"gamma"}),
-    FedAWASettings: (FedAWA, set()),
     MomentumSettings: (FedAvgM, {"beta"}),
     AdaptiveSettings: (FedAdagrad, {"beta1"}),
 }

@@ -82,6 +82,13 @@ def test_a_server_side_alone_is_told_too(capsys):
     )
 
 
+@pytest.mark.parametrize("name", ["FedAWAL", "FedAWA-L", "KT-pFL"])
+def test_a_method_given_as_a_server_side_is_told_by_its_configuration(name, capsys):
+    said = refusal(f"fit --aggregator {name}", capsys)
+    file = {"KT-pFL": "kt_pfl"}.get(name, "fedawa_l")
+    assert said == f"aggregator={name} is no aggregator but a method; give --config methods/{file}."
+
+
 def test_comparisons_take_the_same_names():
     words = ["cwFedAvg", "fedawa", "KT-pFL+weight", "Per-FedAvg", "local+paper/moon_cifar10"]
     labels = [choice.label for choice in choose(words, FOLDER / "methods")]

@@ -1,8 +1,9 @@
-"""Identities of FedAWA's objective, in float64 against its explicit form, and its edge cases."""
+"""Identities of FedAWA's objective, in float64 against its explicit form, its edge cases, and FedAWA-L's groups."""
 
 import re
 import warnings
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from federations import Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
+from federations import FEATURES, Shuffled, Spy, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning import Server, WeightedAverage, messages
 from pfl_lightning.aggregators import client_weights
 from pfl_lightning.messages import detached, weighted_mean
@@ -19,9 +20,12 @@ from pfl_lightning.methods import WDR, FedAvg, FedPer, FedProx, Local, fedawa
 from pfl_lightning.methods.fedawa import FedAWA
 from pfl_lightning.methods.feddisco import disco_shares
 from pfl_lightning.nets import Net
+from pfl_lightning.nets.resnet import CifarResNet
 
 K, RATE = 5, 0.001
 OBJECTIVES = [(term, distance) for term in ("aggregate", "per_client") for distance in ("cosine", "euclidean")]
+LINEAR, NORM, HEAD = "net.features.0", "net.features.1", "net.classifier"
+GROUPS = ["module", "tensor", "block"]
 MEAN, COUNTER = "net.features.1.running_mean", "net.features.1.num_batches_tracked"
 
 
@@ -81,6 +85,10 @@ def gradient(aggregator, grams, logits):
 
 def some_logits(clients=K, seed=4):
     return torch.randn(clients, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def group_shares(aggregator, group):
+    return list(aggregator.state["group_shares"][group].values())
 
 
 def logits_of(aggregator):
@@ -429,8 +437,9 @@ def test_a_global_model_of_zeros_has_finite_gradients(term, distance):
     assert logs["reg"] == 1 or distance == "euclidean"
 
 
-def test_one_participant_is_the_model_and_nobody_is_warned():
-    aggregator = server()
+@pytest.mark.parametrize("group", ["model", "module"])
+def test_one_participant_is_the_model_and_nobody_is_warned(group):
+    aggregator = server(group=group)
     updates = random_updates(aggregator)
     aggregator.aggregate(updates, round=0)
     before = detached(aggregator.state["logits"])
@@ -442,8 +451,9 @@ def test_one_participant_is_the_model_and_nobody_is_warned():
     assert equal(aggregator.state["logits"], before)
 
 
-def test_absent_clients_keep_their_logits_and_new_ones_join():
-    aggregator = server()
+@pytest.mark.parametrize("group", ["model", "module"])
+def test_absent_clients_keep_their_logits_and_new_ones_join(group):
+    aggregator = server(group=group)
     updates = random_updates(aggregator)
     aggregator.aggregate({client: updates[client] for client in (1, 3)}, round=0)
     first = detached(aggregator.state["logits"])
@@ -452,9 +462,12 @@ def test_absent_clients_keep_their_logits_and_new_ones_join():
     assert set(first) == {1, 3} and set(second) == {0, 1, 3, 4}
     assert equal(second[1], first[1]) and not equal(second[3], first[3])
     assert list(aggregator.state["shares"]) == [0, 3, 4]
-    assert all(logit.untyped_storage().nbytes() == 8 for logit in second.values()), "a checkpoint stores all of it"
+    assert all(list(shares) == [0, 3, 4] for shares in aggregator.state["group_shares"].values())
+    assert all(logit.untyped_storage().nbytes() == 8 * len(aggregator.groups) for logit in second.values()), (
+        "a checkpoint stores all of it"
+    )
     sizes = torch.tensor([float(updates[client]["num_samples"]) for client in (0, 4)], dtype=torch.float64)
-    assert torch.allclose(torch.cat([second[0], second[4]]), sizes.log(), rtol=0, atol=1.01 * RATE)
+    assert torch.allclose(torch.stack([second[0], second[4]]), sizes.log()[:, None], rtol=0, atol=1.01 * RATE)
 
 
 def test_nobody_takes_part():
@@ -473,12 +486,13 @@ def test_only_what_clients_share_is_weighed():
     assert not any("classifier" in name for name in run.federation.aggregator.global_model())
 
 
+@pytest.mark.parametrize("group", ["model", "module"])
 @pytest.mark.parametrize("method", [partial(FedProx, mu=0.1), partial(WDR, wdr_lambda=1.0)])
-@pytest.mark.by_default("method0")
-def test_it_runs_over_other_clients(method):
-    run = fit(make_client(method), aggregator=FedAWA())
+@pytest.mark.by_default("method0-model")
+def test_it_runs_over_other_clients(method, group):
+    run = fit(make_client(method), aggregator=FedAWA(group=group))
     assert not equal(run.weights, fit(make_client(method), aggregator=WeightedAverage()).weights)
-    assert not equal(run.weights, fit(make_client(), aggregator=FedAWA()).weights)
+    assert not equal(run.weights, fit(make_client(), aggregator=FedAWA(group=group)).weights)
     assert {"server/sim", "server/reg", "server/max_weight"} <= run.rows[-1].keys()
 
 
@@ -489,12 +503,15 @@ def test_counts_travel_only_where_weights_begin_by_them():
     assert ["class_counts" in spy.updates[0][0] for spy in spies] == [True, False]
 
 
-def test_the_order_of_uploads_changes_nothing():
-    runs = [fit(make_client(net=noisy), aggregator=FedAWA(), engine=engine) for engine in ("sequential", Shuffled)]
+@pytest.mark.parametrize("group", ["model", *GROUPS])
+@pytest.mark.by_default("model", "tensor")
+def test_the_order_of_uploads_changes_nothing(group):
+    rule = partial(FedAWA, group=group)
+    runs = [fit(make_client(net=noisy), aggregator=rule(), engine=engine) for engine in ("sequential", Shuffled)]
     assert same_end(*runs)
 
 
-@pytest.mark.parametrize("settings", [{}, {"preset": "official"}])
+@pytest.mark.parametrize("settings", [{}, {"preset": "official"}, {"group": "module"}])
 @pytest.mark.by_default("settings1")
 def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
     def run(root, rounds, ckpt_path=None):
@@ -518,6 +535,7 @@ def test_partial_participation_resumes_bit_for_bit(tmp_path, settings):
         ({"gamma": 0.0}, "aggregator.gamma=0.0"),
         ({"gamma": float("nan")}, "aggregator.gamma=nan"),
         ({"gamma": 1.5}, "aggregator.gamma=1.5"),
+        ({"group": "layer"}, "aggregator.group='layer' must be one of model, module, tensor, block"),
         ({"optimizer": partial(Adam, lr=-1.0)}, "aggregator.optimizer: Invalid learning rate: -1.0."),
     ],
 )
@@ -535,3 +553,160 @@ def test_clients_without_shared_parameters_are_refused():
         fit(make_client(Statistics, net=noisy), aggregator=FedAWA())
     with pytest.raises(MisconfigurationException, match="Local does not send"):
         fit(make_client(Local), aggregator=FedAWA())
+
+
+def one_layer(shape, classes):
+    return Net(nn.Identity(), nn.Linear(FEATURES, classes))
+
+
+@pytest.mark.parametrize("settings", [{}, {"preset": "official", "server_steps": 3, "gamma": 0.9}])
+@pytest.mark.parametrize("group", ["module", "block"])
+@pytest.mark.by_default("module-settings0")
+def test_one_layer_is_the_model_bit_for_bit(group, settings):
+    runs = [fit(make_client(net=one_layer), aggregator=FedAWA(group=each, **settings)) for each in ("model", group)]
+    assert equal(*(run.weights for run in runs))
+    states = [run.federation.aggregator.state for run in runs]
+    assert all(equal(states[0][name], states[1][name]) for name in states[0].keys() - {"group_shares"})
+    assert [row["server/sim"] for row in runs[0].rows] == [row["server/sim"] for row in runs[1].rows]
+
+
+def groups_of(net, group, **settings):
+    return server(net=net, group=group, **settings).groups
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_are_fitted_as_if_each_were_alone(group):
+    together = server(group=group, server_steps=20)
+    updates = random_updates(together)
+    parts = {
+        name: [entry for entry in names if entry in together.parameters] for name, names in together.groups.items()
+    }
+    start = detached(together.global_model())
+    logs = together.aggregate(updates, round=0)
+    sims = []
+    for place, names in enumerate(parts.values()):
+        alone = FedAWA(server_steps=20)
+        alone.setup(Server(K, {name: start[name] for name in names}, make_client(net=noisy), None, seed=0))
+        own = {
+            client: {**update, "weights": {name: update["weights"][name] for name in names}}
+            for client, update in updates.items()
+        }
+        sims.append(alone.aggregate(own, round=0)["sim"])
+        for client, logit in alone.state["logits"].items():
+            assert float(together.state["logits"][client][place]) == pytest.approx(float(logit), abs=1e-12)
+        for name in names:
+            assert torch.allclose(together.global_model()[name], alone.global_model()[name], rtol=0, atol=1e-12)
+    assert logs["sim"] == pytest.approx(sum(sims), abs=1e-12)
+    assert len({tuple(group_shares(together, name)) for name in parts}) == len(parts) > 1
+
+
+def test_resnet20_has_43_modules_65_tensors_and_22_blocks():
+    client = FedAvg(CifarResNet, (3, 32, 32), 10)
+    groups = {}
+    for group in GROUPS:
+        aggregator = FedAWA(group=group)
+        aggregator.setup(Server(K, detached(client.state_dict()), client, None, seed=0))
+        groups[group] = aggregator.groups
+    assert [len(groups[group]) for group in GROUPS] == [43, 65, 22]
+    first = [f"net.features.{name}.weight" for name in ("conv1", "bn1")]
+    assert [name for name in groups["block"]["net.features.conv1"] if name.endswith("weight")] == first
+    for each in groups.values():
+        assert [name for names in each.values() for name in names] == list(client.state_dict())
+
+
+def test_what_belongs_to_a_group():
+    buffers = [f"{NORM}.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    linear, norm, head = ([f"{layer}.weight", f"{layer}.bias"] for layer in (LINEAR, NORM, HEAD))
+    assert groups_of(noisy, "module") == {LINEAR: linear, NORM: norm + buffers, HEAD: head}
+    assert groups_of(noisy, "block") == {LINEAR: linear + norm + buffers, HEAD: head}
+    single = {name: [name] for name in (*linear, *norm, *head)}
+    assert groups_of(noisy, "tensor") == single | {norm[1]: [norm[1], *buffers]}
+    assert groups_of(noisy, "module", method=FedPer).keys() == {LINEAR, NORM}
+
+
+def test_statistics_without_parameters_of_their_own_go_with_the_layer_before_them():
+    def net(shape, classes):
+        body = nn.Sequential(
+            nn.BatchNorm1d(FEATURES, affine=False),
+            nn.Linear(FEATURES, 4),
+            nn.BatchNorm1d(4, affine=False),
+            nn.LayerNorm(4),
+        )
+        return Net(body, nn.Linear(4, classes))
+
+    by_module, by_tensor, by_block = (groups_of(net, group) for group in GROUPS)
+    assert "net.features.2.running_mean" in by_module["net.features.1"]
+    assert "net.features.0.running_mean" in by_module["net.features.1"], "nothing is before it"
+    assert "net.features.0.running_mean" in by_tensor["net.features.1.weight"]
+    assert list(by_module) == ["net.features.1", "net.features.3", HEAD]
+    assert list(by_block) == ["net.features.1", HEAD] and "net.features.3.bias" in by_block["net.features.1"]
+
+
+def test_a_normalisation_before_the_first_layer_is_in_its_block():
+    def net(shape, classes):
+        return Net(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, classes))
+
+    assert list(groups_of(net, "block")) == [HEAD]
+
+
+def test_a_net_of_vectors_alone_is_one_block():
+    def net(shape, classes):
+        return Net(nn.LayerNorm(FEATURES), nn.BatchNorm1d(FEATURES))
+
+    assert [len(groups_of(net, group)) for group in GROUPS] == [2, 4, 1]
+
+
+def test_entries_and_buffers_are_averaged_by_their_group_s_weights_and_counters_take_the_maximum():
+    aggregator = server(group="module", server_steps=50, optimizer=partial(Adam, lr=0.05))
+    updates = random_updates(aggregator)
+    aggregator.aggregate(updates, round=0)
+    uploads = [update["weights"] for update in updates.values()]
+    for group, names in aggregator.groups.items():
+        mean = weighted_mean(uploads, group_shares(aggregator, group))
+        assert all(torch.equal(aggregator.global_model()[name], mean[name]) for name in names)
+    other = weighted_mean(uploads, group_shares(aggregator, HEAD))[f"{NORM}.running_mean"]
+    assert not torch.allclose(aggregator.global_model()[f"{NORM}.running_mean"], other, rtol=0, atol=1e-3)
+    assert aggregator.global_model()[f"{NORM}.num_batches_tracked"] == K - 1
+
+
+def test_shares_are_the_means_over_groups_weighted_by_parameters():
+    aggregator = server(group="module", server_steps=50)
+    aggregator.aggregate(random_updates(aggregator), round=0)
+    sizes = {LINEAR: 35, NORM: 10, HEAD: 18}
+    for client, share in aggregator.state["shares"].items():
+        by_hand = sum(sizes[group] * aggregator.state["group_shares"][group][client] for group in sizes) / 63
+        assert share == pytest.approx(by_hand, abs=1e-15)
+    assert sum(aggregator.state["shares"].values()) == pytest.approx(1)
+
+
+def test_a_group_that_nobody_moved_keeps_its_weights():
+    aggregator = server(group="module")
+    updates = random_updates(aggregator)
+    for update in updates.values():
+        update["weights"] |= {
+            f"{LINEAR}.{name}": aggregator.state["weights"][f"{LINEAR}.{name}"] for name in ("weight", "bias")
+        }
+    logs = aggregator.aggregate(updates, round=0)
+    start = torch.tensor([float(update["num_samples"]) for update in updates.values()], dtype=torch.float64).log()
+    moved = torch.stack(list(aggregator.state["logits"].values())) - start[:, None]
+    assert (moved[:, 0].abs() < 1e-10).all() and (moved[:, 1:].abs() > 0.9e-3).all()
+    assert all(map(torch.isfinite, map(torch.tensor, logs.values())))
+
+
+def test_biases_of_zero_have_the_distance_1_and_no_gradient_of_it():
+    aggregator = server(group="tensor", reg_term="aggregate")
+    place = list(aggregator.groups).index(f"{NORM}.bias")
+    aggregator.state["weights"][f"{NORM}.bias"].zero_()
+    logits = torch.zeros(len(aggregator.groups), K, dtype=torch.float64, requires_grad=True)
+    _, reg = aggregator.objective(logits.softmax(1), aggregator.grams(random_updates(aggregator)))
+    slopes = torch.autograd.grad(reg.sum(), logits)[0]
+    assert float(reg[place].detach()) == 1 and not slopes[place].any() and slopes[0].any()
+
+
+def test_layers_change_the_model():
+    runs = [
+        fit(make_client(net=noisy), aggregator=each)
+        for each in (FedAWA(), *(FedAWA(group=group) for group in ("module", "tensor")))
+    ]
+    assert not any(equal(one.weights, other.weights) for one, other in pairwise(runs))
+    assert list(runs[1].federation.aggregator.global_model()) == list(runs[0].federation.aggregator.global_model())

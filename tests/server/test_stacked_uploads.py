@@ -12,7 +12,6 @@ from pfl_lightning.messages import Row, Stack, keep_own, tensors, weighted_means
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedawa import FedAWA
-from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedrema import FedReMa
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
@@ -36,7 +35,7 @@ RULES = [
 ]
 SERVERS = {
     "FedAWA": FedAWA,
-    "FedAWA-L": FedAWAL,
+    "FedAWA-L": partial(FedAWA, group="module"),
     "L-DAWA": partial(LDAWA, 0),
     "FedAMP": partial(FedAMP, sigma=1000.0),
     "KT-pFL+weight": KTpFLWeight,

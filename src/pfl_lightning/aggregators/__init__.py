@@ -12,7 +12,6 @@ from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedasync import FedAsync
 from pfl_lightning.methods.fedawa import FedAWA
-from pfl_lightning.methods.fedawa_l import FedAWAL
 from pfl_lightning.methods.fedbuff import FedBuff
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fedcross import FedCross
@@ -80,7 +79,6 @@ __all__ = [
     "FeatureStatistics",
     "FedAMP",
     "FedAWA",
-    "FedAWAL",
     "FedAdagrad",
     "FedAdam",
     "FedAsync",

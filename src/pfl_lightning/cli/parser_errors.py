@@ -209,8 +209,8 @@ def abstract_class(mistake: Mistake) -> str:
 def unknown_class(mistake: Mistake) -> str:
     """Explain a class name without an imported class."""
     setting, name = mistake.setting, mistake[1]
-    if setting.key == "model" and (advice := advice_on(name)):
-        return f"model={name} {advice}"
+    if setting.key in SIDES and (advice := advice_on(name, SIDES[setting.key])):
+        return f"{setting.key}={name} {advice}"
     return f"{setting.key}={name} is no known class{suggestion(name.rpartition('.')[2], class_names(setting.kind))}"
 
 
@@ -245,11 +245,21 @@ def wrong_value(mistake: Mistake) -> str:
     return f"{setting.key}{setting.value} must be {' or '.join(allowed)}{near if 'mean' in near else '.'}"
 
 
-def advice_on(name: str) -> str:
-    """Return how to run a method given by name as a client module; empty for an unknown method.
+SIDES = {"model": "client module", "aggregator": "aggregator"}
+"""Both sides of a method by their settings, in words."""
 
-    >>> advice_on("FedAWA")
+
+def advice_on(name: str, side: str) -> str:
+    """Return how to run a method given by name as one of its sides; empty for an unknown method.
+
+    >>> advice_on("FedAWA", "client module")
     'is a server side; give --config methods/fedawa, or --aggregator FedAWA.'
+    >>> advice_on("FedAWA-L", "aggregator")
+    'is no aggregator but a method; give --config methods/fedawa_l.'
+
+    Args:
+        name: the given name.
+        side: the side, in words.
     """
     name = name.rpartition(".")[2]
     server = name in class_names("aggregator")
@@ -258,7 +268,7 @@ def advice_on(name: str) -> str:
     if method is not None:
         ways = [f"--config methods/{method.file}"]
         ways += [f"--aggregator {name}"] if server else []
-        return f"is {'a server side' if server else 'no client module but a method'}; give {', or '.join(ways)}."
+        return f"is {'a server side' if server else f'no {side} but a method'}; give {', or '.join(ways)}."
     return f"is a server side; give --aggregator {name}." if server else ""
 
 

@@ -8,7 +8,6 @@ from pfl_lightning.methods import (  # noqa: F401
     cyclic,
     fedasync,
     fedawa,
-    fedawa_l,
     fedbuff,
     fedcross,
     feddf,

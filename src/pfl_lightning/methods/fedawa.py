@@ -5,7 +5,7 @@ client k, tau_k = theta_k - theta_g its client vector, T the logits, lambda = so
 """
 
 import math
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,33 +13,23 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from pfl_lightning.messages import StateDict, Updates
+from pfl_lightning.messages import StateDict, Updates, weighted_mean
 from pfl_lightning.methods.feddisco import disco_shares
 from pfl_lightning.methods.server_optimizer import server_optimizer
 from pfl_lightning.server import Server, WeightedAverage, client_weights, inner_products
+from pfl_lightning.settings import check_choices
 
 Init: TypeAlias = Literal["log_size", "raw_size", "uniform", "disco"]
 """Initial logit of a client."""
 RegTerm: TypeAlias = Literal["aggregate", "per_client"]
 """Object of the second term: the mean of the uploads, or on average each upload."""
+Group: TypeAlias = Literal["model", "module", "tensor", "block"]
+"""Unit of the model with weights of its own."""
 
 ROUNDING = 1e-13
 """A difference of squared norms counts as 0 below this share of its terms."""
 SMALLEST_SHARE = 1e-6
 """Replacement of a share of 0 in a logarithm."""
-
-
-class FedAWASettings(TypedDict, total=False):
-    """Settings of `FedAWA`, for the ``**kwargs`` of subclasses."""
-
-    preset: Literal["paper", "official"]
-    init: Init | None
-    reg_term: RegTerm | None
-    apply: Literal["post", "pre"] | None
-    server_steps: int
-    optimizer: OptimizerCallable | None
-    reg_distance: Literal["cosine", "euclidean"]
-    gamma: float
 
 
 class FedAWA(WeightedAverage):
@@ -57,6 +47,12 @@ class FedAWA(WeightedAverage):
     logits of its clients, with a new optimizer, so that one step of Adam moves each logit by its learning rate, up or
     down. Norms are over parameters; buffers are averaged with the same weights. Every one-hot :math:`\lambda` makes the
     first term 0: a long optimisation ends with one client's model, and the method is a few steps a round.
+
+    The paper's FedAWA-L has separate weights for each layer (``group=module``): each group of parameters g has
+    :math:`\lambda_g = \operatorname{softmax}(T_g)` and an objective of its own, and one optimizer steps on the sum of
+    objectives. A buffer takes the weights of the parameter before it, which is of its own module if that has any. A
+    group whose parameters didn't move, such as a frozen layer, keeps its weights. ``state["group_shares"]`` holds the
+    weights by group and client, ``state["shares"]`` their means over groups, weighted by numbers of parameters.
 
     The objective is the paper's. The optimizer, its one step a round, and the lifetime of the logits are the released
     code's: we know of no word of the paper on them. Two choices are ours, where the code's own look like slips: logits
@@ -79,10 +75,14 @@ class FedAWA(WeightedAverage):
         optimizer: builds the optimizer of a round from the logits; None takes ``Adam(lr=0.001, betas=(0.5, 0.999))``.
         reg_distance: the second term's distance: ``cosine``, or ``euclidean``, the mean of squared differences.
         gamma: factor of the average, in (0, 1], as in `WeightedAverage`; 1 keeps it a mean.
+        group: the unit with weights of its own: the whole ``model``, or, for FedAWA-L, whose released code lacks it,
+            each ``module`` that has parameters, weight and bias together; each ``tensor``; or each ``block``, a module
+            with a matrix or a kernel among its parameters and the modules without one that follow it, such as a
+            convolution and its normalisation.
 
     Raises:
-        MisconfigurationException: if ``server_steps`` or ``gamma`` are out of range, the optimizer refuses its
-            settings, or clients share no parameters.
+        MisconfigurationException: if ``server_steps`` or ``gamma`` are out of range, ``group`` is none of its
+            choices, the optimizer refuses its settings, or clients share no parameters.
     """
 
     example_level = True
@@ -98,10 +98,12 @@ class FedAWA(WeightedAverage):
         optimizer: OptimizerCallable | None = None,
         reg_distance: Literal["cosine", "euclidean"] = "cosine",
         gamma: float = 1.0,
+        group: Group = "model",
     ) -> None:
         super().__init__(gamma=gamma)
         if server_steps < 0:
             raise MisconfigurationException(f"aggregator.server_steps={server_steps} must be 0 or more, such as 1.")
+        check_choices("aggregator", group=(group, get_args(Group)))
         # the preset fills in what isn't set; a setting given by the user wins
         official = preset == "official"
         self.init = init or ("raw_size" if official else "log_size")
@@ -110,6 +112,7 @@ class FedAWA(WeightedAverage):
         self.server_steps = server_steps
         self.optimizer = server_optimizer(optimizer, lr=0.001)
         self.reg_distance = reg_distance
+        self.group: Group = group
         if self.init == "disco":
             self.needs = self.needs | {"class_counts"}
 
@@ -129,12 +132,27 @@ class FedAWA(WeightedAverage):
         self.state["logits"] = {}
 
     def grouping(self, shared: StateDict) -> dict[str, list[str]]:
-        """Return the names of shared entries by group; here the whole model is one group.
+        """Return the names of shared entries by group, in order.
 
         Args:
             shared: the shared entries, by name.
         """
-        return {"model": list(shared)}
+        if self.group == "model":
+            return {"model": list(shared)}
+        modules = {name: name.rpartition(".")[0] for name in shared if name in self.parameters}
+        if self.group == "tensor":
+            keys = {name: name for name in modules}
+        else:
+            with_kernel = {module for name, module in modules.items() if shared[name].ndim > 1}
+            starts = with_kernel if self.group == "block" else set(modules.values())
+            keys = {name: module for name, module in modules.items() if module in starts}
+        # an entry without a key goes to the group before it; the first entries go to the first group
+        key = next(iter((keys or modules).values()))
+        groups: dict[str, list[str]] = {}
+        for name in shared:
+            key = keys.get(name, key)
+            groups.setdefault(key, []).append(name)
+        return groups
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Fit the weights and average; log both terms at the used weights, and the largest weight."""
@@ -239,13 +257,21 @@ class FedAWA(WeightedAverage):
         return 1 - (size + along) / norms
 
     def mix(self, updates: Updates, weights: Tensor) -> None:
-        """Make the weighted mean of the uploads, times gamma, the global model.
+        """Make the weighted mean of the uploads, times gamma, the global model, each group by its own weights.
 
         Args:
             updates: updates by client id.
             weights: lambda, ``[G, K]``, in the order of the updates.
         """
-        self.average(updates, dict(zip(updates, weights[0].tolist(), strict=True)))
+        # one number a client for the record: the mean over groups by size
+        means = (self.sizes / self.sizes.sum()) @ weights
+        group_shares: dict[str, dict[int, float]] = {}
+        mixed: StateDict = {}
+        for (group, names), row in zip(self.groups.items(), weights.tolist(), strict=True):
+            group_shares[group] = dict(zip(updates, row, strict=True))
+            mixed |= weighted_mean([update["weights"] for update in updates.values()], row, names)
+        self.move(mixed)
+        self.state |= {"shares": dict(zip(updates, means.tolist(), strict=True)), "group_shares": group_shares}
 
 
 def root(squares: Tensor, scale: Tensor) -> Tensor:

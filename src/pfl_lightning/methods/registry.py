@@ -115,7 +115,7 @@ METHODS = (
     Method("FedAsync", m.FedProx, a.FedAsync, file="fedasync"),
     Method("FedAvgM", m.FedAvg, a.FedAvgM, file="fedavgm"),
     Method("FedAWA", m.FedAvg, a.FedAWA, file="fedawa"),
-    Method("FedAWA-L", m.FedAvg, a.FedAWAL, file="fedawa_l"),
+    Method("FedAWA-L", m.FedAvg, partial(a.FedAWA, group="module"), file="fedawa_l"),
     Method("FedBuff", m.FedAvg, a.FedBuff, file="fedbuff"),
     Method("FedCross", m.FedAvg, a.FedCross, file="fedcross"),
     Method("FedDF", m.FedAvg, a.FedDF, file="feddf"),
