@@ -12,10 +12,9 @@ from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.data import FederatedDataModule, ImageFolder
 from pfl_lightning.data.datamodule import DataSettings, DivisionSettings
 from pfl_lightning.data.tiny_imagenet import ImageSettings
-from pfl_lightning.methods import FeatureAlignment, FedProto
+from pfl_lightning.methods import FeatureAlignment
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
 from pfl_lightning.methods.fedopt import AdaptiveSettings, MomentumSettings
-from pfl_lightning.methods.fedtgp import PrototypeSettings
 from pfl_lightning.methods.public_answers import PublicAnswers, PublicSettings
 from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.trainer import MEANINGLESS, TrainerSettings
@@ -49,11 +48,6 @@ def test_they_are_those_of_their_class(settings):
 def test_they_are_those_of_their_class_and_of_its_parent(settings):
     cls, inherited = OWN[settings]
     assert set(get_type_hints(settings)) - set(get_type_hints(inherited)) == arguments(cls) - {"root"}
-
-
-def test_fedtgp_s_are_those_of_fedproto_but_its_own():
-    both = {*get_type_hints(ClientSettings), *arguments(FeatureAlignment), *arguments(FedProto)}
-    assert set(get_type_hints(PrototypeSettings)) == both - {"align_lambda"}
 
 
 def test_the_trainer_s_are_lightning_s_that_mean_something():

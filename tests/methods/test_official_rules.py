@@ -708,13 +708,13 @@ def fedcac(log, tau, beta):
 
 
 @replays(
-    m.FedTGP,
+    m.FedProto,
     servers.TrainablePrototypes,
     own={"align_lambda": 2.0},
     server={"server_epochs": 5, "lr": 0.1, "cap": 0.5, "batch_size": 100},
 )
 @replays(
-    m.FedTGP,
+    m.FedProto,
     servers.TrainablePrototypes,
     id="fedtgp-wide",
     own={"align_lambda": 2.0},

@@ -16,6 +16,7 @@ from pfl_lightning.methods import (  # noqa: F401
     fedlaw,
     fedopt,
     fedrema,
+    fedtgp,
     knowledge_coefficients,
     kt_pfl_weight,
     ldawa,
@@ -74,7 +75,6 @@ from pfl_lightning.methods.fedsa_lora import FedSALoRA
 from pfl_lightning.methods.fedsam import FedSAM
 from pfl_lightning.methods.fedselect import FedSelect
 from pfl_lightning.methods.fedsr import FedSR
-from pfl_lightning.methods.fedtgp import FedTGP
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
@@ -169,7 +169,6 @@ __all__ = [
     "FedSAM",
     "FedSR",
     "FedSelect",
-    "FedTGP",
     "FedUV",
     "FlexLoRA",
     "GrowingEpochs",

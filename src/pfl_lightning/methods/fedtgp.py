@@ -4,8 +4,6 @@ Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230). Symbols: :math:`P
 samples of class c, :math:`\hat g_c` the server's trained prototype, d the width of features.
 """
 
-from typing import Any, Literal
-
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -13,44 +11,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import stacked
-from pfl_lightning.methods.fedproto import FedProto
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.server import Aggregator, Server
-from pfl_lightning.settings import Unpack, check_least
-
-
-class PrototypeSettings(ClientSettings, total=False):
-    """Settings of `FedProto` but for ``align_lambda``, whose default is another here."""
-
-    align: Literal["mse", "l2"]
-    predict: Literal["proto", "head"]
-
-
-class FedTGP(FedProto):
-    """Trains as `FedProto`, towards prototypes trained by the server.
-
-    The server's prototypes lie far apart, and the distance to them has ten times the weight: a learning rate for FedAvg
-    may be too large, so that accuracy falls once prototypes arrive; the official one is 0.01.
-    Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230), whose official code's script has the default; the
-    paper's own could not be verified.
-
-    Args:
-        align_lambda: weight of the distance to the prototype, at least 0; 0 trains as `Local`, bit for bit.
-        **kwargs: the other arguments of `FedProto`.
-    """
-
-    offers = frozenset()
-
-    def __init__(self, *args: Any, align_lambda: float = 10.0, **kwargs: Unpack[PrototypeSettings]) -> None:
-        super().__init__(*args, align_lambda=align_lambda, **kwargs)
-
-    def configure_aggregator(self) -> Aggregator:
-        """Return a server with trainable prototypes."""
-        return TrainablePrototypes()
+from pfl_lightning.settings import check_least
 
 
 class TrainablePrototypes(Aggregator):
@@ -65,6 +31,10 @@ class TrainablePrototypes(Aggregator):
     with the plain mean :math:`Q_c` of the round's client prototypes of class c. The server's prototypes are outputs of
     a net, an embedding of the classes and two layers, which keeps learning from round to round by plain SGD. Every
     client receives all prototypes, also of classes without any client. There are none before the first round.
+
+    Clients train as `FedProto`, with an ``align_lambda`` of 10. As prototypes lie far apart and their distance has ten
+    times the weight, a learning rate for FedAvg may be too large, so that accuracy falls once prototypes arrive; the
+    official one is 0.01.
     Source: Zhang et al., 2024 (https://arxiv.org/abs/2401.03230); the defaults are those of its official code's script,
     the paper's could not be verified.
 
