@@ -38,7 +38,7 @@ def fit(method, net, root="unused", ckpt_path=None, **settings):
     client = method.client(net, (LENGTH,), task=NextToken(TOKENS), optimizer=partial(SGD, lr=0.5))
     trainer = make_trainer(root, **{"max_rounds": 2, "checkpoint_common": False, **settings})
     data = texts()
-    trainer.fit(client, datamodule=data, ckpt_path=ckpt_path)
+    trainer.fit(client, datamodule=data, aggregator=method.new_aggregator(), ckpt_path=ckpt_path)
     return Run(trainer, client, data)
 
 

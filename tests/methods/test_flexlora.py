@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from federations import Spy, blobs, drawn_update, fit, make_client, noisy, set_up
 from peft_nets import peft_net
 from pfl_lightning.aggregators import ProductAverage
-from pfl_lightning.methods import FedIT, FlexLoRA
+from pfl_lightning.methods import FedIT, HetLoRA
 from pfl_lightning.server.adapters import pairs
 
 
@@ -28,7 +28,7 @@ def after(updates, model):
 
 
 def test_it_is_the_best_approximation_of_the_mean_product():
-    model = make_client(FlexLoRA)
+    model = make_client(HetLoRA)
     updates = {client: drawn_update(model, client, size=10 * (client + 1)) for client in (0, 2, 3)}
     server, logs = after(updates, model)
     missed = whole = 0.0
@@ -50,7 +50,7 @@ def test_it_is_the_best_approximation_of_the_mean_product():
 
 
 def test_products_that_fit_into_the_rank_are_exact():
-    model = make_client(FlexLoRA)
+    model = make_client(HetLoRA)
     one = drawn_update(model, 0)
     alike = {client: one for client in (1, 2)}
     for updates in ({3: one}, alike):
@@ -61,7 +61,7 @@ def test_products_that_fit_into_the_rank_are_exact():
 
 
 def test_rows_without_a_singular_value_stay_and_learn_on():
-    model = make_client(FlexLoRA)
+    model = make_client(HetLoRA)
     update = drawn_update(model, 0)
     (pair,) = pairs(update["weights"])
     update["weights"][pair.a][1:] = update["weights"][pair.b][:, 1:] = 0
@@ -74,7 +74,7 @@ def test_rows_without_a_singular_value_stay_and_learn_on():
 
 
 def test_a_client_has_the_best_product_of_its_own_rank():
-    run = fit(make_client(partial(FlexLoRA, ranks=[1, 2])), max_rounds=1)
+    run = fit(make_client(partial(HetLoRA, ranks=[1, 2])), aggregator=ProductAverage(), max_rounds=1)
     payload = run.federation.aggregator.download(0)
     run.model.receive(run.federation.clients[0].personal, payload, None)
     for pair, whole in products(payload["weights"]).items():
@@ -85,7 +85,8 @@ def test_a_client_has_the_best_product_of_its_own_rank():
 
 def test_one_round_has_the_products_of_fedits_uploads_and_the_next_learns():
     spies = [Spy(), Spy()]
-    runs = [fit(make_client(kind), callbacks=[spy]) for kind, spy in zip((FlexLoRA, FedIT), spies, strict=True)]
+    pairs_of = zip((HetLoRA, FedIT), (ProductAverage(), None), spies, strict=True)
+    runs = [fit(make_client(kind), aggregator=server, callbacks=[spy]) for kind, server, spy in pairs_of]
     one, other = (spy.updates[0][0]["weights"] for spy in spies)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert runs[0].rows[0]["server/product_error"] < runs[1].rows[0]["server/product_error"]
@@ -93,21 +94,23 @@ def test_one_round_has_the_products_of_fedits_uploads_and_the_next_learns():
 
 
 def test_the_engines_agree():
-    make = partial(make_client, partial(FlexLoRA, ranks=[1, 2]), net=noisy)
-    alone, together = (fit(make(), engine=engine) for engine in ("sequential", "vectorised"))
+    make = partial(make_client, partial(HetLoRA, ranks=[1, 2]), net=noisy)
+    alone, together = (
+        fit(make(), aggregator=ProductAverage(), engine=engine) for engine in ("sequential", "vectorised")
+    )
     for pair, product in products(alone.weights).items():
         torch.testing.assert_close(products(together.weights)[pair], product, atol=1e-4, rtol=1e-4)
 
 
 def test_optimizers_that_live_on_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run"):
-        make_client(FlexLoRA, optimizer_lifetime="run")
+    with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run: aggregator ProductAverage"):
+        fit(make_client(HetLoRA, optimizer_lifetime="run"), aggregator=ProductAverage())
 
 
 def test_it_factors_adapters_of_peft():
     torch.manual_seed(0)
     spy = Spy()
-    run = fit(FlexLoRA(peft_net, (6,), 3), blobs(24, 16), max_rounds=1, callbacks=[spy])
+    run = fit(HetLoRA(peft_net, (6,), 3), blobs(24, 16), aggregator=ProductAverage(), max_rounds=1, callbacks=[spy])
     for pair, mean in mean_product(spy.updates[0]).items():
         u, s, v = torch.linalg.svd(mean)
         torch.testing.assert_close(products(run.weights)[pair], u[:, :2] * s[:2] @ v[:2], atol=1e-4, rtol=1e-4)

@@ -72,5 +72,5 @@ def test_the_engines_agree_and_it_learns():
 
 
 def test_optimizers_that_live_on_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run"):
-        make_client(FLoRA, optimizer_lifetime="run")
+    with pytest.raises(MisconfigurationException, match=r"model\.optimizer_lifetime=run: aggregator StackedAverage"):
+        fit(make_client(FLoRA, optimizer_lifetime="run"))

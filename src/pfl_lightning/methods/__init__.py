@@ -17,6 +17,7 @@ from pfl_lightning.methods import (  # noqa: F401
     fedopt,
     fedrema,
     fedtgp,
+    flexlora,
     knowledge_coefficients,
     kt_pfl_weight,
     ldawa,
@@ -78,7 +79,6 @@ from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
-from pfl_lightning.methods.flexlora import FlexLoRA
 from pfl_lightning.methods.floco import FLOCO
 from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
@@ -170,7 +170,6 @@ __all__ = [
     "FedSR",
     "FedSelect",
     "FedUV",
-    "FlexLoRA",
     "GrowingEpochs",
     "HetLoRA",
     "KNNPer",

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_lightning.client import ClientSettings
 from pfl_lightning.messages import StateDict, Updates
 from pfl_lightning.methods.fedex_lora import FedExLoRA, ResidualAverage
 from pfl_lightning.methods.flexlora import refuse_living_on
@@ -15,7 +14,6 @@ from pfl_lightning.methods.hetlora import HetLoRA
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.server import Aggregator, Server, Weighting
 from pfl_lightning.server.adapters import summed
-from pfl_lightning.settings import Unpack
 
 
 class FLoRA(FedExLoRA, HetLoRA):
@@ -30,17 +28,8 @@ class FLoRA(FedExLoRA, HetLoRA):
     Source: Wang et al., 2024 (https://arxiv.org/abs/2409.05976); ATP-1010/FederatedLLM@7bea158, whose baseline FedIT
     averages nothing.
 
-    Args:
-        ranks: ranks of the clients, as for `HetLoRA`.
-        **kwargs: the arguments of `FedAvg`, but for ``optimizer_lifetime: run``.
-
-    Raises:
-        MisconfigurationException: as for `HetLoRA` and `FedExLoRA`, or if optimizers are to live on.
+    Takes the arguments of `HetLoRA`.
     """
-
-    def __init__(self, *args: Any, ranks: list[int] | None = None, **kwargs: Unpack[ClientSettings]) -> None:
-        super().__init__(*args, ranks=ranks, **kwargs)  # type: ignore[call-arg]
-        refuse_living_on(self)
 
     def configure_aggregator(self) -> Aggregator:
         """Return the server that merges the stack."""
@@ -57,6 +46,9 @@ class StackedAverage(ResidualAverage):
 
     Args:
         weighting: client weights :math:`p_k`: ``samples`` or ``uniform``.
+
+    Raises:
+        MisconfigurationException: at setup, if optimizers are to live on.
     """
 
     def __init__(self, weighting: Weighting = "samples") -> None:
@@ -64,6 +56,7 @@ class StackedAverage(ResidualAverage):
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model, and keep the seed."""
+        refuse_living_on(self, server)
         super().setup(server)
         self.seed, self.measures = server.seed, False
 
