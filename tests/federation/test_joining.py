@@ -24,7 +24,7 @@ from federations import (
     same_end,
 )
 from pfl_lightning import WeightedAverage
-from pfl_lightning.aggregators import CFL, CwFedAvg, FedAMP, FedPAC, FedReMa, KTpFL
+from pfl_lightning.aggregators import CFL, CwFedAvg, FedAMP, FedReMa, KTpFL
 from pfl_lightning.data import IID, FederatedDataModule, Loaded, Natural
 from pfl_lightning.engines import Sequential
 from pfl_lightning.methods import (
@@ -340,7 +340,8 @@ def test_who_has_a_classifier_keeps_it_under_fedrema_and_takes_the_mean_under_fe
     sent = moved(start, 1.0)
     received = server.welcome(4, sent)["weights"]
     assert {name for name in start if equal(received[name], sent["weights"][name])} == set(server.relevance.names)
-    _, server = server_of(make_client(PACClient), FedPAC())
+    client = make_client(PACClient)
+    _, server = server_of(client, client.configure_aggregator())
     assert equal(server.welcome(4, None)["weights"], server.global_model())
 
 

@@ -14,7 +14,7 @@ from pfl_lightning.messages import weighted_mean
 from pfl_lightning.methods import FedAvg, fedpac
 from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.methods.class_vectors import class_means
-from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC, PACClient, combination_weights, least_on_simplex
+from pfl_lightning.methods.fedpac import ClassifierCombination, PACClient, combination_weights, least_on_simplex
 
 
 def draw(*shape, seed=0):
@@ -272,11 +272,9 @@ def test_clients_are_evaluated_with_classifiers_of_their_own():
         assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(run.model(part.x), part.y).detach()))
 
 
-def test_it_is_the_two_sides_together():
-    both = fit(make_client(PACClient), aggregator=AggregatorList([ClassifierCombination(), ClassMeans()]))
-    one = fit(make_client(PACClient))
-    assert one.federation.method == "FedPAC" and type(one.federation.aggregator) is FedPAC
-    assert equal(one.weights, both.weights) and equal(one.federation.aggregator.state, both.federation.aggregator.state)
+def test_its_server_side_is_known_as_the_method():
+    federation = fit(make_client(PACClient), max_rounds=1).federation
+    assert federation.method == "FedPAC" and federation.aggregator.name == "ClassifierCombination+ClassMeans"
 
 
 @pytest.mark.exhaustive
@@ -306,5 +304,6 @@ def test_settings_out_of_range_are_refused_by_name(settings, sentence):
 
 @pytest.mark.parametrize("method", [FedAvg, AlternateAlignment])
 def test_clients_without_statistics_are_refused(method):
-    with pytest.raises(MisconfigurationException, match=f"FedPAC needs .*statistics, which {method.__name__} does not"):
-        fit(make_client(method), aggregator=FedPAC())
+    server = make_client(PACClient).configure_aggregator()
+    with pytest.raises(MisconfigurationException, match=f"needs .*statistics, which {method.__name__} does not"):
+        fit(make_client(method), aggregator=server)

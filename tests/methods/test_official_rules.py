@@ -1308,7 +1308,7 @@ def fedproto(log, align_lambda):
     return End(kept={"net": {k: w[k] for k in log.seen}}, server={"means": known}, outputs=outputs)
 
 
-@replays(m.PACClient, servers.FedPAC, id="fedpac", own={"align_lambda": 1.5, "head_epochs": 2, "head_lr": 0.3})
+@replays(m.PACClient, own={"align_lambda": 1.5, "head_epochs": 2, "head_lr": 0.3})
 def fedpac(log, align_lambda, head_epochs, head_lr):
     """Xu et al., 2023: features drawn to prototypes, and each client's own combination of all classifiers."""
 

@@ -32,7 +32,7 @@ from pfl_lightning.methods.fedmd import Consensus
 from pfl_lightning.methods.fednh import FedNH
 from pfl_lightning.methods.fednova import NormalizedAverage
 from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerSteps
-from pfl_lightning.methods.fedpac import ClassifierCombination, FedPAC
+from pfl_lightning.methods.fedpac import ClassifierCombination
 from pfl_lightning.methods.fedpcl import PrototypeTables
 from pfl_lightning.methods.fedpm import BetaMean
 from pfl_lightning.methods.fedrema import FedReMa
@@ -90,7 +90,6 @@ __all__ = [
     "FedExP",
     "FedLAW",
     "FedNH",
-    "FedPAC",
     "FedReMa",
     "FedYogi",
     "FisherAverage",

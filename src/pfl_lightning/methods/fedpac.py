@@ -40,7 +40,8 @@ class PACClient(AlternateAlignment):
         V = \frac1n \Big( \sum_c \pi_c\, \mathrm{E}\big[\lVert h \rVert^2 \mid c\big] - \sum_c \lVert H_c \rVert^2 \Big)
 
     The features of a class without a global prototype are drawn to the client's own mean from before training; nothing
-    is drawn before the server has any prototype. Its server side is `FedPAC`.
+    is drawn before the server has any prototype. Its server side is `ClassifierCombination` beside `ClassMeans`, which
+    averages prototypes by class counts.
 
     Args:
         head_epochs: passes over the training data in the classifier's phase; None as for `AlternateTraining`.
@@ -107,8 +108,8 @@ class PACClient(AlternateAlignment):
         return {"variance": variance, "means": {c: means[c] for c in torch.nonzero(pi).flatten().tolist()}}
 
     def configure_aggregator(self) -> Aggregator:
-        """Return FedPAC's server."""
-        return FedPAC()
+        """Return a combination of classifiers for each client, and a mean of prototypes by class counts."""
+        return AggregatorList([ClassifierCombination(), ClassMeans()])
 
 
 class ClassifierCombination(WeightedAverage):
@@ -163,18 +164,6 @@ class ClassifierCombination(WeightedAverage):
         A combination would need the other clients' statistics, which aren't kept.
         """
         return {"weights": self.state["weights"]}
-
-
-class FedPAC(AggregatorList):
-    """FedPAC's server: a combination of classifiers for each client, and prototypes averaged by class counts.
-
-    It is ``AggregatorList([ClassifierCombination(), ClassMeans()])``; each of the two also works with other
-    aggregators.
-    Source: Xu et al., 2023 (https://arxiv.org/abs/2306.11867).
-    """
-
-    def __init__(self) -> None:
-        super().__init__([ClassifierCombination(), ClassMeans()])
 
 
 def classifier_of(weights: StateDict) -> StateDict:
