@@ -25,7 +25,7 @@ from federations import (
 )
 from pfl_lightning import Server
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import FedAvg, Local
+from pfl_lightning.methods import MRMTL, FedAvg, Local
 from pfl_lightning.methods.fedamp import CloudProx, FedAMP, attention
 
 STRONG = partial(CloudProx, mu=2.0)
@@ -73,12 +73,11 @@ def vector(weights):
     return torch.cat([tensor.flatten() for tensor in weights.values()])
 
 
-@pytest.mark.parametrize("off", [{"mode": "pfllib", "mu": 5.0}, {"mu": 0.0}], ids=["pfllib", "mu=0"])
 @pytest.mark.parametrize("net", [plain, noisy])
-@pytest.mark.by_default("plain-pfllib")
-def test_t11_without_a_gradient_of_its_term_it_is_local_bit_for_bit(off, net):
+@pytest.mark.by_default("plain")
+def test_without_its_term_it_is_local_bit_for_bit(net):
     settings = {"net": net, "optimizer_lifetime": "run"}
-    amp, local = fit(make_client(partial(CloudProx, **off), **settings)), fit(make_client(Local, **settings))
+    amp, local = fit(make_client(CloudProx, mu=0.0, **settings)), fit(make_client(Local, **settings))
     assert equal(nets(amp), nets(local))
     assert losses(amp) == losses(local)
 
@@ -263,8 +262,13 @@ def test_settings_out_of_range_are_refused_by_name(settings):
     ((name, value),) = settings.items()
     with pytest.raises(MisconfigurationException, match=rf"aggregator\.{name}={value}"):
         FedAMP(**settings)
-    with pytest.raises(MisconfigurationException, match=r"model\.mu=-1"):
-        make_client(partial(CloudProx, mu=-1))
+
+
+@pytest.mark.parametrize("value", [-1, float("nan")])
+@pytest.mark.parametrize("method", [CloudProx, MRMTL])
+def test_a_weight_out_of_range_is_refused_by_name(method, value):
+    with pytest.raises(MisconfigurationException, match=rf"model\.mu={value} .*Local"):
+        make_client(method, mu=value)
 
 
 def own_weights(paper: str = "") -> list[float]:

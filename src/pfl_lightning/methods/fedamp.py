@@ -5,7 +5,7 @@ cloud, xi_im the weight of w_m in u_i, A(x) = 1 - exp(-x / sigma), alpha the ste
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -46,9 +46,7 @@ class CloudProx(FedProx):
     such as BatchNorm's running statistics, stay with each client, whatever ``buffers`` says.
 
     Args:
-        mode: ``paper`` as above; ``pfllib`` takes ``mu`` as 0, which is `Local` bit for bit: PFLlib's term has no
-            gradient, so that its FedAMP is local training.
-        mu: :math:`\mu`, at least 0; 0 is `Local`.
+        mu: :math:`\mu`, at least 0; 0 is `Local` bit for bit, and so is PFLlib's FedAMP, whose term has no gradient.
         **kwargs: the arguments of `FedAvg`.
 
     Raises:
@@ -57,13 +55,10 @@ class CloudProx(FedProx):
 
     example_level = True
 
-    def __init__(
-        self, *args: Any, mode: Literal["paper", "pfllib"] = "paper", mu: float = 0.1, **kwargs: Unpack[ClientSettings]
-    ) -> None:
+    def __init__(self, *args: Any, mu: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
+        if not mu >= 0:
+            raise MisconfigurationException(f"model.mu={mu} must be 0 (which is Local) or more, such as 0.1.")
         super().__init__(*args, mu=mu, **kwargs)
-        # PFLlib adds the term to the loss as a number without a graph
-        if mode == "pfllib":
-            self.mu = 0.0
 
     def is_shared(self, name: str) -> bool:
         """Share the net's parameters."""

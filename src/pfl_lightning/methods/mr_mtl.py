@@ -1,13 +1,7 @@
 """MR-MTL: mean-regularised multi-task learning, in which every client's own model stays near the mean of all models."""
 
-from typing import Any
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from pfl_lightning.client import ClientSettings
 from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.server import Aggregator, WeightedAverage
-from pfl_lightning.settings import Unpack
 
 
 class MRMTL(CloudProx):
@@ -38,11 +32,6 @@ class MRMTL(CloudProx):
 
     client_level = True
     example_level = True
-
-    def __init__(self, *args: Any, mu: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
-        if not mu >= 0:
-            raise MisconfigurationException(f"model.mu={mu} must be 0 (which is Local) or more, such as 0.1.")
-        super().__init__(*args, mu=mu, **kwargs)
 
     def configure_aggregator(self) -> Aggregator:
         """Return the mean of the clients' models, weighted by their numbers of training samples."""
