@@ -30,7 +30,7 @@ from pfl_lightning.callbacks import SignFlip
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.compression import EightBits, HalfPrecision, Sign, TopK
 from pfl_lightning.engines import Sequential
-from pfl_lightning.messages import num_bytes
+from pfl_lightning.messages import num_bytes, tree_map
 from pfl_lightning.methods import ControlVariates, Ditto, FedAvg, FedPer, LGFedAvg, Local
 from pfl_lightning.privacy import DPSGD, DPAverage, SecureSum
 
@@ -113,6 +113,24 @@ def test_extreme_changes_stay_finite(kind, change):
 def test_what_travels_looks_alike_for_every_change(kind, size):
     one, other = kind.pack(drawn(size)), kind.pack(torch.zeros(size))
     assert {n: (t.shape, t.dtype) for n, t in one.items()} == {n: (t.shape, t.dtype) for n, t in other.items()}
+
+
+@each_kind
+def test_the_look_of_an_update_is_that_of_what_travels(kind):
+    model = make_client(net=noisy)
+    weights = dict(model.state_dict())
+    like = {"weights": weights, "num_samples": torch.tensor(1)}
+    look = kind.look(like, model)
+    assert look["num_samples"] is like["num_samples"]
+
+    def kinds(record):
+        return tree_map(lambda tensor: (tensor.shape, tensor.dtype), record)
+
+    names = [name for name, _ in model.named_parameters()]
+    assert kinds({name: look["weights"][name] for name in names}) == {
+        name: kinds(kind.pack(drawn(weights[name].numel()))) for name in names
+    }
+    assert all(look["weights"][name] is weights[name] for name in weights.keys() - set(names))
 
 
 @pytest.mark.parametrize("indices", [[0, 5], [-1, 2], [2, 2], [3, 1]])

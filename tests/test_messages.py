@@ -1,11 +1,16 @@
 import copy
 import io
+import pickle
+import weakref
 
 import pytest
 import torch
 
+from federations import equal
 from pfl_lightning.messages import (
+    Restored,
     Row,
+    RunningMean,
     Stack,
     column,
     detached,
@@ -227,3 +232,50 @@ def test_stacked_means_are_the_means_also_in_memory_of_earlier_ones():
         assert torch.equal(stacks[name], wanted) and torch.equal(used[name][:4], wanted)
         # rows beyond the means stay
         assert torch.equal(used[name][4], rest[name])
+
+
+def models(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"w": torch.randn(50, generator=generator), "half": torch.randn(9, generator=generator).bfloat16(),
+         "steps": torch.tensor(k)}
+        for k in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_running_mean_has_the_bits_of_all_at_once_in_any_order(order):
+    counts, each = {3: 7.0, 5: 2.0, 8: 4.0}, models()
+    mean = RunningMean(counts)
+    for k in order:
+        mean.add([3, 5, 8][k], each[k], [7.0, 2.0, 4.0][k])
+    assert equal(mean.mean(), weighted_mean(each, [7 / 13, 2 / 13, 4 / 13]))
+    assert num_bytes(mean) == num_bytes(each[0])
+    assert list(mean) == list(each[0]) and len(mean) == 3
+    assert mean.is_of({3: 7 / 13, 5: 2 / 13, 8: 4 / 13}) and not mean.is_of({3: 1 / 3, 5: 1 / 3, 8: 1 / 3})
+
+
+def test_a_missing_client_leaves_the_mean_of_the_others():
+    mean, each = RunningMean({3: 7.0, 5: 2.0, 8: 4.0}), models()
+    mean.add(8, each[2], 4.0)
+    mean.add(3, each[0], 7.0)
+    expected = weighted_mean([each[0], each[2]], [7 / 11, 4 / 11])
+    assert all(torch.allclose(mean[name], expected[name], rtol=1e-5) for name in expected)
+    assert mean.is_of({3: 7 / 11, 8: 4 / 11})
+
+
+def test_no_more_than_one_model_waits_for_a_running_mean():
+    mean, seen = RunningMean(dict.fromkeys(range(6), 1.0)), []
+    for client in range(6):
+        model = {"w": torch.ones(1000)}
+        seen.append(weakref.ref(model["w"]))
+        mean.add(client, model, 1.0)
+        del model
+    assert [ref() for ref in seen] == [None] * 6
+
+
+def test_what_travelled_is_counted_and_kept_where_restored_weights_are_sent():
+    restored = Restored({"w": torch.ones(4)}, {"w": {"bits": torch.ones(1, dtype=torch.uint8)}})
+    sent = pickle.loads(pickle.dumps(restored))
+    assert num_bytes(restored) == num_bytes(sent) == 1
+    assert torch.equal(sent["w"], restored["w"]) and torch.equal(sent.travelled["w"]["bits"], torch.ones(1).byte())

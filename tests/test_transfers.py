@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pfl_lightning.transfers import moved
+from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -51,3 +51,19 @@ def test_values_arrive_in_the_order_in_which_they_were_given_and_own_their_memor
     arrived = moved(sent, there)
     assert all(torch.equal(one, other) and one.shape == other.shape for one, other in zip(arrived, sent, strict=True))
     assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == len(sent)
+
+
+def test_tensors_side_by_side_are_on_the_device_if_one_of_them_is():
+    here, there = torch.rand(3), torch.rand(3).to(META)
+    assert torch.equal(side_by_side([here, here + 1], META), torch.stack([here, here + 1]))
+    mixed = side_by_side([here, there], META)
+    assert mixed.device == META and mixed.shape == (2, 3)
+
+
+def test_rows_of_stacks_are_tensors_of_their_own():
+    stacks = {"w": torch.rand(3, 2), "n": torch.arange(3)}
+    rows = rows_of(stacks, 3, CPU)
+    assert [row["n"].item() for row in rows] == [0, 1, 2]
+    assert all(torch.equal(row["w"], own) for row, own in zip(rows, stacks["w"], strict=True))
+    assert {row["w"].untyped_storage().nbytes() for row in rows} == {8}
+    assert rows_of({}, 2, CPU) == [{}, {}]

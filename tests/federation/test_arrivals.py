@@ -1,6 +1,5 @@
 """Sums as they come: weights are added to the round's mean when a client has trained, with the same bits."""
 
-import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import ClassVar
@@ -8,11 +7,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from federations import SIZES, Shuffled, Spy, blobs, equal, fit, make_client, noisy, same_end
+from federations import SIZES, Shuffled, Spy, blobs, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator
 from pfl_lightning.aggregators import FedAdam, FedAvgM, WeightedAverage
 from pfl_lightning.engines import Job, Outcome, Sequential
-from pfl_lightning.messages import RunningMean, Updates, num_bytes, weighted_mean
+from pfl_lightning.messages import RunningMean, Updates
 from pfl_lightning.methods import ControlVariates, FedAvg, FedDyn, FedPer, FedProx
 
 
@@ -32,45 +31,6 @@ def losing(client: int) -> type[Sequential]:
                 yield outcome._replace(finite=outcome.client != client)
 
     return Losing
-
-
-def models(count: int = 3) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"w": torch.randn(50, generator=generator), "half": torch.randn(9, generator=generator).bfloat16(),
-         "steps": torch.tensor(k)}
-        for k in range(count)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_the_mean_has_the_bits_of_all_at_once_in_any_order(order):
-    counts, each = {3: 7.0, 5: 2.0, 8: 4.0}, models()
-    mean = RunningMean(counts)
-    for k in order:
-        mean.add([3, 5, 8][k], each[k], [7.0, 2.0, 4.0][k])
-    assert equal(mean.mean(), weighted_mean(each, [7 / 13, 2 / 13, 4 / 13]))
-    assert num_bytes(mean) == num_bytes(each[0])
-    assert mean.is_of({3: 7 / 13, 5: 2 / 13, 8: 4 / 13}) and not mean.is_of({3: 1 / 3, 5: 1 / 3, 8: 1 / 3})
-
-
-def test_a_missing_client_leaves_the_mean_of_the_others():
-    mean, each = RunningMean({3: 7.0, 5: 2.0, 8: 4.0}), models()
-    mean.add(8, each[2], 4.0)
-    mean.add(3, each[0], 7.0)
-    expected = weighted_mean([each[0], each[2]], [7 / 11, 4 / 11])
-    assert all(torch.allclose(mean[name], expected[name], rtol=1e-5) for name in expected)
-    assert mean.is_of({3: 7 / 11, 8: 4 / 11})
-
-
-def test_no_more_than_one_model_waits():
-    mean, seen = RunningMean(dict.fromkeys(range(6), 1.0)), []
-    for client in range(6):
-        model = {"w": torch.ones(1000)}
-        seen.append(weakref.ref(model["w"]))
-        mean.add(client, model, 1.0)
-        del model
-    assert [ref() for ref in seen] == [None] * 6
 
 
 @pytest.mark.parametrize("engine", ["sequential", Shuffled])

@@ -249,6 +249,16 @@ def test_dropouts_are_drawn_and_end_the_round_when_they_would_have_come(tmp_path
     assert all(plan.seconds == 100 and plan.state["busy"] == {} for plan in plans)
 
 
+def test_a_timeout_before_every_clients_end_is_refused(tmp_path):
+    schedule = Synchronous(timeout=2.0, dropout=0.1, table=table(tmp_path, 1.5, 3))
+    assert schedule.without_updates() == ["trainer.schedule.timeout=2.0", "trainer.schedule.dropout=0.1"]
+    schedule.setup(0, 2)
+    schedule.check_timeout([(0, 1), (1, 1)], str)
+    with pytest.raises(MisconfigurationException, match=r"trainer\.schedule\.timeout=2\.0 .* B, takes 3 seconds"):
+        schedule.check_timeout([(0, 4), (1, 1)], "AB".__getitem__)
+    assert Synchronous().without_updates() == [] and repr(Synchronous(timeout=2.0)) == "Synchronous(timeout=2.0)"
+
+
 def test_an_asynchronous_client_over_time_or_lost_makes_room_and_is_absent():
     late = Asynchronous(buffer=2, timeout=3.0, dropout=0.2, distribution="exponential", seconds=2.0)
     plans = played(late, 40, clients=10, size=4)
