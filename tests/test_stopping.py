@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from command import QUIET, forked, pfl, wait_for
 from federations import equal, load, read_csv, untimed
@@ -226,3 +227,12 @@ def test_a_signal_that_meets_a_finalizer_ends_the_run_all_the_same(monkeypatch):
         Last()
         time.sleep(1)
     assert sys.unraisablehook == hook
+
+
+def test_what_lightning_raises_at_a_signal_ends_the_run_by_the_signal_s_exit_code():
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM$") as ended, stoppable():
+        raise SIGTERMException
+    assert ended.value.code == 128 + signal.SIGTERM
+    with pytest.raises(SystemExit) as own, stoppable():
+        sys.exit(3)
+    assert own.value.code == 3

@@ -244,3 +244,8 @@ def test_bad_settings_are_refused(settings):
     ((name, value),) = settings.items()
     with pytest.raises(MisconfigurationException, match=rf"trainer\.cohort\.{name}={value} must be"):
         Oort(**settings)
+
+
+def test_its_choice_is_no_sampling_for_a_guarantee():
+    # it follows the clients' losses
+    assert Oort().sampling(2, 4) is None
