@@ -1,6 +1,4 @@
-"""Ensemble: the mean of probabilities by hand, the models of Local, and combined outputs of every task."""
-
-from functools import partial
+"""Ensemble: the mean of probabilities by hand, and the models of Local."""
 
 import pytest
 import torch
@@ -8,8 +6,6 @@ from torch.nn import functional as F
 
 from federations import SIZES, equal, fit, load_client, make_client, noisy
 from pfl_lightning.methods import Ensemble, Local
-from pfl_lightning.tasks import MultiLabel, NextToken, Poisson, Quantile, Regression, Segmentation, Survival
-from tasks_and_data import drawn
 
 
 def models_of(run):
@@ -68,33 +64,3 @@ def plain_nets(run):
         net.load_state_dict({name.removeprefix("net."): t for name, t in model.items()})
         nets.append(net)
     return nets
-
-
-SHARES = torch.tensor([0.5, 0.3, 0.2])
-
-
-def mean(values):
-    return torch.tensordot(SHARES, values, 1)
-
-
-@pytest.mark.parametrize(
-    ("task", "shape", "prediction"),
-    [
-        (Regression(2), (4, 2), lambda o: o),
-        (Quantile(), (4, 3), lambda o: o),
-        (Poisson(), (4, 1), torch.exp),
-        (MultiLabel(3), (4, 3), torch.sigmoid),
-        (Segmentation(3), (4, 3, 2, 2), partial(torch.softmax, dim=-3)),
-        (NextToken(5), (4, 6, 5), partial(torch.softmax, dim=-1)),
-        (Survival(), (4, 1), lambda o: o),
-        # survival at the end of each bin
-        (Survival(bins=(1, 2, 5)), (4, 3), lambda o: (1 - o.sigmoid()).cumprod(-1)),
-    ],
-)
-def test_the_mean_is_of_what_outputs_predict(task, shape, prediction):
-    outputs = 3 * drawn(3, *shape)
-    assert torch.allclose(prediction(task.combined(outputs, SHARES)), mean(prediction(outputs)), atol=1e-5)
-    # one model alone, and models without weight
-    assert torch.allclose(prediction(task.combined(outputs[:1], torch.ones(1))), prediction(outputs[0]), atol=1e-5)
-    first = task.combined(outputs, torch.tensor([1.0, 0.0, 0.0]))
-    assert torch.allclose(prediction(first), prediction(outputs[0]), atol=1e-5)

@@ -1,6 +1,7 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data.trees import shortened
 from pfl_lightning.engines.evaluation import pooled_value, state_of
-from pfl_lightning.methods import Ditto, FedAvg
+from pfl_lightning.methods import Ditto, FedAvg, FedLC
 from pfl_lightning.nets import CharGRU
 from pfl_lightning.tasks import (
     Classification,
@@ -322,3 +323,82 @@ def test_cut_batches_train_the_same_model():
         assert ({8, 16} >= set(seen) - {29}) and (16 in seen) == cut
         seen.clear()
     assert near(ends[0].weights, ends[1].weights) and near(untimed(ends[0].rows), untimed(ends[1].rows))
+
+
+SHARES = torch.tensor([0.5, 0.3, 0.2])
+
+
+def shared(values):
+    return torch.tensordot(SHARES, values, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "prediction"),
+    [
+        (Classification(3), (4, 3), partial(torch.softmax, dim=-1)),
+        (Regression(2), (4, 2), lambda o: o),
+        (Quantile(), (4, 3), lambda o: o),
+        (Poisson(), (4, 1), torch.exp),
+        (MultiLabel(3), (4, 3), torch.sigmoid),
+        (Segmentation(3), (4, 3, 2, 2), partial(torch.softmax, dim=-3)),
+        (NextToken(5), (4, 6, 5), partial(torch.softmax, dim=-1)),
+        (Survival(), (4, 1), lambda o: o),
+        # survival at the end of each bin
+        (Survival(bins=(1, 2, 5)), (4, 3), lambda o: (1 - o.sigmoid()).cumprod(-1)),
+    ],
+)
+def test_the_mean_of_models_is_of_what_outputs_predict(task, shape, prediction):
+    outputs = 3 * drawn(3, *shape)
+    assert torch.allclose(prediction(task.combined(outputs, SHARES)), shared(prediction(outputs)), atol=1e-5)
+    # one model alone, and models without weight
+    assert torch.allclose(prediction(task.combined(outputs[:1], torch.ones(1))), prediction(outputs[0]), atol=1e-5)
+    first = task.combined(outputs, torch.tensor([1.0, 0.0, 0.0]))
+    assert torch.allclose(prediction(first), prediction(outputs[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "classes", "of_one"),
+    [
+        (Classification(3), (4, 3), (4,), lambda p: p.sum(1)),
+        (Segmentation(3), (4, 3, 2, 2), (4, 2, 2), lambda p: p.sum(1)),
+        (NextToken(5), (4, 6, 5), (4, 6), lambda p: p.sum(2)),
+        (MultiLabel(3), (4, 3), (4, 3), None),
+    ],
+)
+def test_predictions_are_the_likeliest_classes_and_all_probabilities(task, shape, classes, of_one):
+    predicted = task.predictions(3 * drawn(*shape))
+    assert predicted["classes"].shape == classes and predicted["probabilities"].shape == shape
+    if of_one is None:
+        # any number of labels
+        assert torch.equal(predicted["classes"], predicted["probabilities"] > 0.5)
+        return
+    assert torch.allclose(of_one(predicted["probabilities"]), torch.ones(()))
+    dim = shape.index(task.outputs, 1)
+    assert torch.equal(predicted["classes"], predicted["probabilities"].argmax(dim))
+
+
+def test_predictions_without_classes_are_the_outputs():
+    outputs = drawn(4, 2)
+    assert Regression(2).predictions(outputs) == {"values": outputs}
+
+
+@pytest.mark.parametrize("given", ["balanced", [0.5, 2.0, 0.0]])
+def test_weights_of_classes_multiply_the_losses_of_single_samples(given):
+    task, outputs, target = Classification(3, class_weights=given), drawn(4, 3), torch.tensor([0, 1, 0, 0])
+    weights = task.weights(torch.tensor([3, 1, 0]))
+    expected = torch.tensor([4 / 6, 2.0, 0.0] if given == "balanced" else given)
+    assert torch.allclose(weights, expected)
+    losses = F.cross_entropy(outputs, target, reduction="none") * expected[target]
+    assert torch.allclose(task.loss(outputs, target, weights=weights), losses.sum() / 4)
+    assert torch.allclose(task.loss(outputs, target, "sum", weights), losses.sum())
+
+
+@pytest.mark.parametrize("given", [Regression, "Regression", {"init_args": {}}])
+def test_what_is_no_task_is_refused(given):
+    with pytest.raises(MisconfigurationException, match=r"^model\.task=.* is no task; give an instance"):
+        made(given)
+
+
+def test_methods_of_classes_refuse_a_task_without_any():
+    with pytest.raises(MisconfigurationException, match=r"^model FedLC needs the class .* Regression.* has none"):
+        FedLC(lambda shape, outputs: torch.nn.Linear(*shape, outputs), (4,), task=Regression(2))
