@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import SGD
 
 from command import QUICKSTART, QUIET, refusal
-from federations import fit, make_client
+from federations import CLASSES, FEATURES, fit, make_client, plain
 from pfl_lightning import AggregatorList, WeightedAverage
-from pfl_lightning.aggregators import FedAMP, KTpFL
-from pfl_lightning.contract.pairing import check_finite, check_tied
+from pfl_lightning.aggregators import FedAMP, FedDisco, KTpFL
+from pfl_lightning.contract.pairing import check_finite, check_requirements, check_tells, check_tied
 from pfl_lightning.methods import (
     MOON,
     CloudProx,
@@ -22,7 +22,10 @@ from pfl_lightning.methods import (
     Ditto,
     FedALA,
     FedBABU,
+    FedDecorr,
     FedFomo,
+    FedIT,
+    FedPCL,
     FedPer,
     FedProx,
     FedRep,
@@ -32,6 +35,8 @@ from pfl_lightning.methods import (
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import MLP, Net
+from pfl_lightning.selection import Uniform
+from pfl_lightning.tasks import Regression
 
 CLIENTS: set[Any] = {method.client for method in METHODS}
 AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
@@ -168,3 +173,65 @@ def test_a_frozen_tensor_with_two_names_is_neither():
     model = make_client(FedPer, net=FrozenTied)
     check_tied(model)
     assert model.common_names == {"net.features.0.weight", "net.classifier.weight"}
+
+
+def no_body(input_shape: Any, num_classes: int) -> Net:
+    return Net(nn.Identity(), nn.Linear(input_shape[0], num_classes))
+
+
+def maps(input_shape: Any, num_classes: int) -> Net:
+    """Features with two dimensions a sample."""
+    return Net(nn.Unflatten(1, (2, 3)), nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0], num_classes)))
+
+
+def frozen(part: str) -> Any:
+    def net(input_shape: Any, num_classes: int) -> Net:
+        made = plain(input_shape, num_classes)
+        made.get_submodule(part).requires_grad_(False)
+        return made
+
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: make_client(task=Regression(1)), r"model\.task=Regression.*, and Blobs has Classification"),
+        (lambda: FedIT(plain, (FEATURES,), CLASSES), r"model FedIT is about low-rank adapters, and model\.net=Net has"),
+        (lambda: make_client(FedPCL, net=no_body), r"model\.net=Net has no parameter to train below its classifier"),
+        (
+            lambda: FedAvg(plain, (FEATURES + 1,), CLASSES),
+            r"model\.input_shape=\(7,\), and samples of Blobs",
+        ),
+        (lambda: make_client(FedDecorr, net=maps), r"FedDecorr compares features as vectors .* are \[2, 2, 3\]"),
+        (lambda: make_client(net=[plain, no_body]), r"model\.net: Net and Net differ in net\.\S+, which FedAvg shares"),
+        (
+            lambda: make_client(FedPer, net=frozen("classifier")),
+            r"all that FedPer keeps with each client",
+        ),
+    ],
+    ids=["task", "adapters", "body", "shape", "vectors", "networks", "frozen"],
+)
+def test_a_client_module_that_the_data_or_the_method_has_no_use_for_is_refused(make, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        fit(make(), max_rounds=1)
+
+
+def test_clients_with_nothing_to_share_but_what_is_frozen_are_told_of():
+    with pytest.warns(UserWarning, match=r"all parameters that FedPer would share are frozen"):
+        fit(make_client(FedPer, net=frozen("features")), max_rounds=1)
+
+
+def test_a_server_side_of_classes_refuses_a_task_without_any():
+    with pytest.raises(MisconfigurationException, match=r"^aggregator FedDisco needs the class of each sample"):
+        check_requirements(make_client(task=Regression(1)), FedDisco())
+    check_requirements(make_client(), FedDisco())
+
+
+def test_a_selection_by_reports_that_clients_do_not_make_is_refused():
+    class Moody(Uniform):
+        asks = frozenset({"mood"})
+
+    with pytest.raises(MisconfigurationException, match=r"^trainer\.cohort=Moody asks clients for mood, which FedAvg"):
+        check_tells(make_client(), Moody())
+    check_tells(make_client(), Uniform())
