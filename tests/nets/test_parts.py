@@ -23,9 +23,7 @@ def test_the_output_layer_is_the_classifier_s_only_layer_with_a_row_a_class():
     assert find_output_layer(two, 3, "net.classifier.1") == "net.classifier.1"
     with pytest.raises(MisconfigurationException, match=r"^the net's classifier has 2 linear layers with 3 outputs"):
         find_output_layer(two, 3)
-    with pytest.raises(
-        MisconfigurationException, match=r"^output_layer='net\.head' .* choose from 'net\.features'"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"^output_layer='net\.head' .* choose from 'net\.features'"):
         find_output_layer(two, 3, "net.head")
 
 
@@ -48,9 +46,7 @@ def test_a_net_has_both_parts_and_something_to_train():
     assert checked_net(net) is net
     with pytest.raises(MisconfigurationException, match=r"^model\.net=MLP has no parameter to train"):
         checked_net(net.requires_grad_(False))
-    with pytest.raises(
-        MisconfigurationException, match=r"^model\.net=Linear has no modules for features"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Linear has no modules for features"):
         checked_net(nn.Linear(4, 3))
 
 
