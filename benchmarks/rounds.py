@@ -4,6 +4,8 @@
     python benchmarks/rounds.py --engines sequential vectorised --workloads U1 U2 U3 --cpu    # clients as they are
     python benchmarks/rounds.py --scale          # rounds a second against the number of clients
     python benchmarks/rounds.py --evaluation     # evaluation of all clients in each round, and of 100 of them
+    python benchmarks/rounds.py --checkpoints    # time and bytes of a checkpoint of many clients
+    python benchmarks/rounds.py --workloads W5 --engines auto --cpu --defaults    # a round as users have it
     python benchmarks/rounds.py --accelerator gpu --precision bf16-mixed
 
 Both run in one process and take turns, round by round: what else the machine does hits both. A round of ours is all
@@ -11,7 +13,9 @@ that `FederatedTrainer` does between two epochs of Lightning's loop (jobs, train
 without evaluation. The plain loop trains the same net on as many batches of the same size from resident tensors, one
 client after another in one intra-op thread, and averages the weights. On a GPU it is on the same GPU, in float32. Both
 train the same clients in each round. With `--cpu` seconds are the process's, so that what else the machine does counts
-less; they leave out other processes, which `processes` starts.
+less; they leave out other processes, which `processes` starts. With `--defaults` a round of ours is from one end of an
+epoch to the next, with evaluation of all clients, checkpoint and logger, on data of which a tenth is for validation and
+another for the test.
 """
 
 import argparse
@@ -21,8 +25,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,9 +42,12 @@ from torch.optim import SGD
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPrecision
 from pfl_lightning.data import IID, Digits, Dirichlet, FederatedDataModule, Partitioner
+from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import ENGINES
 from pfl_lightning.engines.threads import cores
+from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.fedper import FedPer
 from pfl_lightning.nets import CNN, MLP, LeNet5, Net, NetFactory, ResNet18
 
 LR = 0.01
@@ -153,6 +164,19 @@ class Turns(FederatedCallback):
         self.seconds["plain"].append(self.clock() - start)
 
 
+class WholeTurns(Turns):
+    """Times all that lies between two plain rounds: a round with its evaluation, its row and its checkpoint."""
+
+    def on_train_epoch_start(self, trainer: Any, federation: Any) -> None:
+        """Takes the other's turn, when the last round's files are written."""
+        if federation.round:
+            super().on_train_epoch_end(trainer, federation)
+        super().on_train_epoch_start(trainer, federation)
+
+    def on_train_epoch_end(self, trainer: Any, federation: Any) -> None:
+        """Waits: checkpoints are written later."""
+
+
 def leaf_cnn(input_shape: tuple[int, ...], num_classes: int) -> Net:
     """LEAF's net for FEMNIST: 6,603,710 parameters for 62 classes."""
     convolutions = [nn.Conv2d(input_shape[0], 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
@@ -194,14 +218,14 @@ def log_normal(clients: int, mean: int) -> list[int]:
     return np.maximum(1, np.rint(drawn / drawn.mean() * mean)).astype(int).tolist()
 
 
-def digits(clients: int, *_: Any) -> FederatedDataModule:
+def digits(clients: int, *_: Any, held_out: float = 0.0) -> FederatedDataModule:
     """Returns the digits, of clients with few classes each, as in `protocols/digits_dir0.1`."""
     return Digits(
         num_clients=clients,
         partitioner=Dirichlet(alpha=0.1, min_size=40),
         batch_size=BATCH,
-        test_fraction=0,
-        val_fraction=0,
+        test_fraction=held_out,
+        val_fraction=held_out,
     )
 
 
@@ -235,12 +259,17 @@ COMPILED = "compiled"
 def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of a round of each side, without the first two rounds."""
     seed_everything(0, verbose=False)
-    data = workload.data(workload.clients, workload.samples, workload.shape)
+    held_out = {"held_out": 0.1} if args.defaults else {}
+    data = workload.data(workload.clients, workload.samples, workload.shape, **held_out)
     data.setup()
     client = FedAvg(workload.net, data.input_shape, data.num_classes, optimizer=partial(SGD, lr=LR))
     device = torch.device("cuda" if args.accelerator == "gpu" else args.accelerator)
     plain = PlainLoop(workload.net(data.input_shape, data.num_classes).to(device), data, device)
-    turns = Turns(plain, plain.load, time.process_time if args.cpu else time.perf_counter)
+    turns = (WholeTurns if args.defaults else Turns)(
+        plain, plain.load, time.process_time if args.cpu else time.perf_counter
+    )
+    folder = TemporaryDirectory()
+    parts: dict[str, Any] = {"limit_val_batches": 0, "logger": False, "enable_checkpointing": False}
     trainer = FederatedTrainer(
         max_rounds=args.rounds + 2,
         clients_per_round=workload.cohort or workload.clients,
@@ -253,13 +282,13 @@ def compare(workload: Workload, engine: str, args: argparse.Namespace) -> dict[s
         ],
         accelerator=args.accelerator,
         precision=args.precision,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
+        default_root_dir=folder.name,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **({} if args.defaults else parts),
     )
-    trainer.fit(client, datamodule=data)
+    with redirect_stdout(StringIO()), folder:
+        trainer.fit(client, datamodule=data)
     return {side: statistics.median(seconds[2:]) for side, seconds in turns.seconds.items()}
 
 
@@ -334,6 +363,45 @@ def evaluation(args: argparse.Namespace) -> None:
             print(f"n = {clients:<32} {engine:<11} {proper:>7.3f} s {everybody:>9.3f} s {some:>7.3f} s", flush=True)
 
 
+def checkpoints(args: argparse.Namespace) -> None:
+    """Prints the CPU milliseconds and the size of a checkpoint, and the bytes of one model a client."""
+    print(f"{'MLP 64-n-10, checkpoints':<52} {'write':>9} {'read':>9} {'size':>11} {'models':>11} {'digests':>11}")
+    for name, method, clients, hidden, cohort in (
+        ("FedAvg, 50 of 10,000 clients, n = 64", FedAvg, 10_000, 64, 50),
+        ("FedPer, 1,000 clients, n = 64", FedPer, 1000, 64, 1000),
+        ("FedAMP, 400 clients, n = 8", CloudProx, 400, 8, 400),
+    ):
+        seed_everything(0, verbose=False)
+        data, net = Noise(clients, 20, (1, 8, 8), held_out=0.1), partial(MLP, hidden=(hidden,))
+        trainer = FederatedTrainer(
+            max_rounds=2,
+            clients_per_round=cohort,
+            engine="vectorised",
+            accelerator=args.accelerator,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(method(net, (1, 8, 8), 10, optimizer=partial(SGD, lr=LR)), datamodule=data)
+        writes, reads = [], []
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "round.ckpt")
+            for _ in range(args.rounds):
+                start = time.process_time()
+                trainer.save_checkpoint(path)
+                middle = time.process_time()
+                saved = read_checkpoint(path)
+                writes.append(middle - start)
+                reads.append(time.process_time() - middle)
+            size = path.stat().st_size
+        models = clients * sum(p.nbytes for p in trainer.lightning_module.client.net.parameters())
+        write, read = (1000 * statistics.median(times) for times in (writes, reads))
+        kib = [f"{count / 1024:>7.0f} KiB" for count in (size, models, saved["federation"]["rows"].nbytes)]
+        print(f"{name:<52} {write:>6.1f} ms {read:>6.1f} ms {' '.join(kib)}", flush=True)
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -348,13 +416,15 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="seconds of the process in place of the clock's")
     parser.add_argument("--scale", action="store_true", help="rounds a second against the number of clients")
     parser.add_argument("--evaluation", action="store_true", help="seconds of evaluation against those of the round")
+    parser.add_argument("--checkpoints", action="store_true", help="time and size of a checkpoint of many clients")
+    parser.add_argument("--defaults", action="store_true", help="rounds with evaluation, checkpoint and logger")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     place = torch.cuda.get_device_name() if args.accelerator == "gpu" else f"{cores()} cores, {args.threads} thread(s)"
     print(f"torch {torch.__version__}, {place}, batch {BATCH}, medians of {args.rounds} rounds")
-    (scale if args.scale else evaluation if args.evaluation else table)(args)
+    (scale if args.scale else evaluation if args.evaluation else checkpoints if args.checkpoints else table)(args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak memory of the process: {peak:,.0f} MiB")
     if args.accelerator == "gpu":

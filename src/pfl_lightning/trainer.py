@@ -31,6 +31,7 @@ from pfl_lightning.callbacks import (
     TensorBoardReport,
     WandbReport,
     best_checkpoint,
+    is_pair,
 )
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
@@ -212,6 +213,8 @@ class FederatedTrainer(Trainer):
         self.rounds = FederationOptions(**{option.name: given[option.name] for option in fields(FederationOptions)})
         # Set while join() runs Lightning's test, in which _run_stage then joins instead.
         self._joining: Callable[[Federation], dict[str, float]] | None = None
+        self._saved: tuple[int, str] = (0, "")
+        """Round and path of the checkpoint that was written last."""
         # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
@@ -339,6 +342,27 @@ class FederatedTrainer(Trainer):
             # Other ranks don't know the run's folder, and take a checkpoint for granted.
             stop.resumable = self.global_rank > 0 or Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
             raise
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint; ``last.ckpt`` of a round that was just saved as ``best.ckpt`` is the same file.
+
+        Args:
+            filepath: path of the checkpoint.
+            weights_only: whether to save the model alone, which can't be resumed from.
+            storage_options: passed to Lightning's file system.
+        """
+        before, self._saved = self._saved, (self.global_step, str(filepath))
+        plain = not weights_only and storage_options is None and "://" not in str(filepath)
+        disk = self.strategy.checkpoint_io
+        same = before[0] == self.global_step and is_pair(self, before[1], str(filepath))
+        if same and plain and isinstance(disk, AtomicCheckpointIO):
+            if self.is_global_zero:
+                disk.link_checkpoint(before[1], filepath)
+            self.strategy.barrier("link_checkpoint")
+        else:
+            super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _run_stage(self) -> Any:
         """Run a stage; after a fit, test the models while still on the device, and give callbacks the result."""

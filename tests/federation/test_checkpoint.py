@@ -7,6 +7,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from pfl_lightning import WeightedAverage
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.client.module import payloads_of
 from pfl_lightning.federation.checkpoint import storable
-from pfl_lightning.methods import APPLE, IFCA, FedAvg, FedPer, FedProx
+from pfl_lightning.messages import num_bytes
+from pfl_lightning.methods import APPLE, IFCA, CloudProx, FedAvg, FedPer, FedProx
+from pfl_lightning.methods.fedamp import FedAMP
+from pfl_lightning.nets import MLP
 from pfl_lightning.selection import Uniform
 
 
@@ -209,3 +213,66 @@ def test_empty_parts_of_states_are_left_out_and_come_back(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.test(make_client(FedAvg), blobs(), ckpt_path=path, verbose=False)
     assert trainer.lightning_module.clients == run.federation.clients
+
+
+@pytest.mark.parametrize(("method", "aggregator"), [(CloudProx, FedAMP), (FedPer, None)])
+def test_a_file_grows_by_a_state_a_client_and_by_no_further_tensors(method, aggregator, tmp_path):
+    sizes, tensors = [], []
+    for clients in (20, 40):
+        client, data = make_client(method, net=partial(MLP, hidden=(400,))), blobs(*[3] * clients)
+        server = aggregator and aggregator()
+        run = fit(client, data, tmp_path / str(clients), aggregator=server, max_rounds=1, engine="sequential")
+        sizes.append(run.last.stat().st_size)
+        with ZipFile(run.last) as file:
+            tensors.append(len(file.namelist()))
+    assert tensors[0] == tensors[1]
+    # FedAMP's server has each client's model, which the client keeps too, and sends mixes of all
+    assert (sizes[1] - sizes[0]) / 20 < 1.1 * num_bytes(run.federation.clients[0].personal)
+
+
+def test_a_resumed_run_of_mixes_computes_their_weights_again(tmp_path):
+    settings = {"max_rounds": 3, "engine": "sequential", "clients_per_round": 10}
+    data = blobs(*[3] * 20)
+    whole = fit(make_client(), data, tmp_path / "whole", aggregator=FedAMP(), **settings)
+    cut = fit(make_client(), blobs(*[3] * 20), tmp_path / "cut", aggregator=FedAMP(), **settings | {"max_rounds": 2})
+    assert "xi" not in load(cut.last)["federation"]["aggregator"]
+    resumed = fit(
+        make_client(), blobs(*[3] * 20), tmp_path / "cut", aggregator=FedAMP(), ckpt_path=cut.last, **settings
+    )
+    assert same_end(resumed, whole)
+
+
+class Dumps(FederatedCallback):
+    """Counts how often the trainer's state is written out."""
+
+    def __init__(self) -> None:
+        self.count: list[int] = []
+
+    def on_train_epoch_start(self, trainer, federation):
+        self.count.append(0)
+
+    def on_save_checkpoint(self, trainer, federation, checkpoint):
+        self.count[-1] += 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_round_that_is_best_and_last_is_written_once(links, tmp_path, monkeypatch):
+    if not links:
+        monkeypatch.setattr("os.link", lambda *paths: (_ for _ in ()).throw(OSError("no links here")))
+    dumps, inodes = Dumps(), []
+
+    class Look(FederatedCallback):
+        def on_train_epoch_start(self, trainer, federation):
+            folder = Path(trainer.log_dir, "checkpoints")
+            if federation.round:
+                best, last = (load(folder / name)["federation"]["round"] for name in ("best.ckpt", "last.ckpt"))
+                same = (folder / "best.ckpt").samefile(folder / "last.ckpt")
+                inodes.append((best, last, same))
+
+    run = fit(make_client(), root=tmp_path, max_rounds=8, callbacks=[dumps, Look()])
+    assert dumps.count == [1] * 8
+    assert [last for _, last, _ in inodes] == [*range(1, 8)]
+    assert {same for best, last, same in inodes if best == last} == {links}
+    values = [row["val/acc"] for row in run.logger.rows]
+    assert [best for best, _, _ in inodes] == [values.index(max(values[:end])) + 1 for end in range(1, 8)]
+    assert len({best == last for best, last, _ in inodes}) == 2

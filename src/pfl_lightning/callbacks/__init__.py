@@ -21,7 +21,7 @@ from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.calibration_pictures import CalibrationPictures
 from pfl_lightning.callbacks.canary_audit import CanaryAudit
 from pfl_lightning.callbacks.channels_last import ChannelsLast
-from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint
+from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, best_checkpoint, is_pair
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.drift_pictures import DriftPictures
@@ -77,4 +77,5 @@ __all__ = [
     "TensorBoardReport",
     "WandbReport",
     "best_checkpoint",
+    "is_pair",
 ]

@@ -18,7 +18,9 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self) -> None:
         # placeholders: only `setup` knows the metric that selects
-        super().__init__(monitor="val/acc", mode="max", filename="best", enable_version_counter=False)
+        # always in the hook in which LastCheckpoint saves, so that a round's two files are one
+        settings = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+        super().__init__(monitor="val/acc", mode="max", filename="best", **settings)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set metric and mode to the federation's monitor.
@@ -50,11 +52,32 @@ class BestCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Save the last round as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``."""
+    """Save the last round as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``.
+
+    In a round that is saved as ``best.ckpt`` too, this is a hard link to the same file, or a copy where the file system
+    has no links.
+    """
 
     def __init__(self) -> None:
         # not by save_last, which only saves when the monitored value has improved
         super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+
+
+def is_pair(trainer: Trainer, best: str, last: str) -> bool:
+    """Return True if two paths are those of ``best.ckpt`` and ``last.ckpt``, whose callbacks save one after the other.
+
+    Args:
+        trainer: the trainer.
+        best: the path written first.
+        last: the path to write next.
+    """
+    # a callback between the two would have another state in the second file
+    return any(
+        isinstance(one, BestCheckpoint)
+        and isinstance(other, LastCheckpoint)
+        and (best, last) == (one.best_model_path, other.format_checkpoint_name({}))
+        for one, other in zip(trainer.checkpoint_callbacks, trainer.checkpoint_callbacks[1:], strict=False)
+    )
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:

@@ -120,6 +120,8 @@ class ClientModule(LightningModule):
     """Names of the scalars that `training_step` returns or logs; a deployment's server takes no others from sites."""
     needs: ClassVar[frozenset[str]] = frozenset({"weights"})
     """Entries that a payload must have."""
+    model_needs: ClassVar[frozenset[str] | None] = None
+    """Payload entries that a client's model depends on, which checkpoints keep; None stands for all of them."""
     requires: ClassVar[frozenset[str]] = frozenset()
     """Requirements on data and net: ``classes``, one a sample; ``vector features`` ``[n, d]``; a ``body``; lora
     ``adapters``. A net with a body has parameters to train in its ``features``."""

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from pfl_lightning.data.record_columns import in_rows
+
 ARRAYS = (".npy", ".pt", ".pth")
 """Endings of files with arrays and tensors."""
 ENTRIES = ("state_dict", "federation", "pytorch-lightning_version")
@@ -73,6 +75,8 @@ def read_checkpoint(
     try:
         check_whole(path)
         content = saved_by_torch(path, map_location, mapped)
+        if isinstance(content, dict) and "federation" in content:
+            content["federation"] = in_rows(content["federation"])
     except FileNotFoundError as error:
         raise MisconfigurationException(f"{owner}: there is no such file{instead and f'; {instead}'}.") from error
     except Exception as error:  # torch raises one of many kinds for a damaged file

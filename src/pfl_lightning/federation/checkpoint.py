@@ -81,7 +81,7 @@ def is_storable(record: Any) -> bool:
     if kind in VALUES:
         return True
     if kind not in DICTS:
-        return kind in SEQUENCES and all(map(is_storable, record))
+        return kind in SEQUENCES and (VALUES.issuperset(map(type, record)) or all(map(is_storable, record)))
     # A round looks at every client's state, most of which is empty; nearly all keys are texts, which need no call each.
     return not record or (
         (VALUES.issuperset(map(type, record)) or all(map(is_storable, record)))

@@ -43,6 +43,7 @@ from pfl_lightning.contract.pairing import (
 )
 from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
+from pfl_lightning.data.record_columns import in_columns, in_rows
 from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Job, Sequential
 from pfl_lightning.engines.base import given_modes, release
 from pfl_lightning.engines.client_metrics import by_split
@@ -567,13 +568,18 @@ class Federation(LightningModule):
             return None
 
     def _payloads(self) -> list[dict[str, Any]]:
-        """Return each different payload once, with the runs of ids of the clients that receive it."""
-        clients = self.data.num_clients
+        """Return each different payload once, with the runs of ids of the clients that receive it.
+
+        Entries that no client's model depends on are left out.
+        """
+        clients, kept = self.data.num_clients, self.client.model_needs
+        if kept == frozenset():
+            return [{"clients": [[0, clients]], "payload": {}}]
         if (common := self._payload_of_all()) is not None:
             return [{"clients": [[0, clients]], "payload": common}]
         found: dict[tuple[object, ...], dict[str, Any]] = {}
         for client in range(clients):
-            payload = self._payload(client)
+            payload = {name: entry for name, entry in self._payload(client).items() if kept is None or name in kept}
             # by identity: what a server gives several clients is one object, which the kept payload keeps alive
             key = (*payload, *map(id, payload.values()))
             runs = found.setdefault(key, {"clients": [], "payload": payload})["clients"]
@@ -1169,7 +1175,9 @@ class Federation(LightningModule):
         Raises:
             MisconfigurationException: if an entry, such as a callback's state, could not be read back.
         """
-        checkpoint["federation"] = {**self.federation_state(), "settings": self.settings}
+        state = {**self.federation_state(), "settings": self.settings}
+        columns: list[Tensor] = []
+        checkpoint["federation"] = {name: in_columns(entry, columns) for name, entry in state.items()}
         for name in checkpoint:
             checkpoint[name] = storable(checkpoint[name], name, settings="hyper_parameters" in name)
 
@@ -1181,6 +1189,8 @@ class Federation(LightningModule):
         """
         if "federation" not in checkpoint:
             raise MisconfigurationException("ckpt_path: the checkpoint is not of a federation.")
+        # a reader other than `read_checkpoint` leaves columns
+        checkpoint["federation"] = in_rows(checkpoint["federation"])
         check_same(checkpoint["federation"], self.method)
         for architecture, module in enumerate(self.client_modules):
             complete(module, checkpoint, architecture)

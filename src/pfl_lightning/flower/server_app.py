@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from flwr.serverapp import Grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +18,8 @@ from pfl_lightning.callbacks import ChannelsLast, FederatedCallback, MatmulPreci
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.description import fingerprint
+from pfl_lightning.data.files import saved_by_torch
+from pfl_lightning.data.record_columns import in_rows
 from pfl_lightning.engines import Engine, LocalWork
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.flower.client_app import guards
@@ -185,7 +186,7 @@ class States(FederatedCallback):
         written = path.stat().st_mtime_ns
         if self._saved.get(path, (0, {}))[0] != written:
             # mapped into memory, as only names are read and weights are large
-            clients = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["federation"]["clients"]
+            clients = in_rows(saved_by_torch(path, "cpu", mapped=True)["federation"]["clients"])
             self._saved[path] = written, {client: state.get("kept") or "" for client, state in clients.items()}
         return self._saved[path][1]
 

@@ -54,6 +54,8 @@ class CloudProx(FedProx):
     """
 
     example_level = True
+    # the cloud model is the centre of training alone
+    model_needs = frozenset()
 
     def __init__(self, *args: Any, mu: float = 0.1, **kwargs: Unpack[ClientSettings]) -> None:
         if not mu >= 0:
@@ -71,7 +73,9 @@ class CloudProx(FedProx):
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Take the cloud model :math:`u_i` as the centre of the proximal term."""
-        self.received.take((name.removeprefix("net."), tensor) for name, tensor in payload["weights"].items())
+        # without weights, the payload is of a checkpoint
+        if "weights" in payload:
+            self.received.take((name.removeprefix("net."), tensor) for name, tensor in payload["weights"].items())
 
     def configure_aggregator(self) -> Aggregator:
         """Return attentive message passing."""
@@ -110,7 +114,7 @@ class FedAMP(ModelPool):
     example_level = True
     sends = frozenset({"weights"})
     meets_newcomers = True
-    caches = frozenset({"_clouds"})
+    caches = frozenset({"_clouds", "_xi"})
 
     def __init__(self, alpha: float = 5.0, sigma: float = 10.0, min_own: float | None = None) -> None:
         super().__init__()
@@ -124,13 +128,14 @@ class FedAMP(ModelPool):
                 f"aggregator.min_own={min_own} must be a weight from 0 to 1, or null for 1/n."
             )
         self.alpha, self.sigma, self.min_own = alpha, sigma, min_own
+        self._xi: tuple[dict[int, StateDict], Tensor] | None = None
         self._clouds: tuple[Tensor, int, StateDict] | None = None
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every client."""
         super().setup(server)
         self.names = server.parameter_names()
-        self.state |= {"initial": server.weights, "xi": torch.empty(0, 0, dtype=torch.float64)}
+        self.state["initial"] = server.weights
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Weigh all models for each client anew; log the mean weight of clients' own models."""
@@ -138,7 +143,8 @@ class FedAMP(ModelPool):
             return {}
         super().aggregate(updates, round)
         models = list(self.state["models"].values())
-        self.state["xi"] = xi = self._attention(models)
+        xi = self._attention(models)
+        self._xi = self.state["models"], xi
         own_weight = float(xi.diagonal().mean())
         if own_weight > ALONE and len(models) > 1 and self.alpha > 0 and not self.state.get("warned"):
             self.state["warned"] = True
@@ -172,9 +178,13 @@ class FedAMP(ModelPool):
 
     def download(self, client: int) -> Message:
         """Return :math:`u_i`, or the common initial model before the client's first update."""
-        models, xi = self.state["models"], self.state["xi"]
+        models = self.state["models"]
         if client not in models:
             return {"weights": self.state["initial"]}
+        # n^2 numbers, which for small nets are more than the models, are computed anew in a resumed run
+        if self._xi is None or self._xi[0] is not models:
+            self._xi = models, self._attention(list(models.values()))
+        xi = self._xi[1]
         row = list(models).index(client)
         # a fifth of all: one by one would read all models n times, and all together need as much memory as the models;
         # a product of more rows is no faster

@@ -1,5 +1,7 @@
 """Checkpoint files, either complete or absent: of runs, and of single clients at a site of a deployment."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(path)) as partial:
             save(checkpoint, partial)
+
+    def link_checkpoint(self, written: Any, path: Any) -> None:
+        """Put a checkpoint in a second place, in one step: as a link, or as a copy where links aren't possible.
+
+        Args:
+            written: the file, which is only ever replaced and never changed.
+            path: the second place, on the same machine.
+
+        Raises:
+            OSError: if the file can't be copied; an earlier file stays.
+        """
+        with postponed(), replacing(Path(path)) as partial:
+            partial.unlink(missing_ok=True)
+            try:
+                os.link(written, partial)
+            except OSError:
+                shutil.copyfile(written, partial)
 
     def load_checkpoint(
         self,
