@@ -13,10 +13,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from federations import Spy, blobs, fit, load, make_client, read_csv
 from pfl_lightning.callbacks import RoundLogger
+from pfl_lightning.data.client_data import class_counts
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import FedPer
 from pfl_lightning.runs.report import PackedRows, append_row, columns_of, write_rows
 from pfl_lightning.selection import Cyclic
+from pfl_lightning.tasks import Classification
 
 ALWAYS = {
     "round",
@@ -298,3 +300,16 @@ def test_settings_made_in_python_are_hyper_parameters(tmp_path):
     assert {name: logged.get(name) for name in expected} == expected
     assert logged["data.task"] == "Classification(num_classes=3)"
     assert not {"data", "aggregator"} & set(logged)
+
+
+def test_the_end_of_a_run_asks_once_for_all_clients(monkeypatch, tmp_path):
+    counted, checked = [], []
+    count, check = class_counts, Classification.__post_init__
+    monkeypatch.setattr("pfl_lightning.data.datamodule.class_counts", lambda *a: counted.append(1) or count(*a))
+    monkeypatch.setattr(Classification, "__post_init__", lambda self: checked.append(1) or check(self))
+    data = blobs(*[4] * 30)
+    run = fit(make_client(), data, tmp_path, max_rounds=1, logger=False)
+    assert (len(counted), len(checked) < 10) == (0, True)
+    described = [(row["client"], row["samples"], row["classes"]) for row in run.logger.clients]
+    counts = [data.counts_of(client, "train") for client in range(30)]
+    assert described == [(client, int(own.sum()), int((own > 0).sum())) for client, own in enumerate(counts)]

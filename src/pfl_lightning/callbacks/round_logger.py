@@ -244,11 +244,12 @@ class RoundLogger(FederatedCallback):
         groups = federation.evaluations.groups
         apart = {name: value for name, value in tested.metrics.items() if name.partition("/")[0] in groups}
         final = {column: tested.metrics.get(column), **shown(tested.metrics, monitor), **central, **apart}
+        rows, joined = (described(federation.data, each) for each in (tested.clients, tested.new.clients))
+        private = federation.privacy_of(tested.clients)
         clients = [
-            described(federation.data, client) | federation.privacy_of(client) | metrics
-            for client, metrics in tested.clients.items()
+            row | own | metrics for row, own, metrics in zip(rows, private, tested.clients.values(), strict=True)
         ]
-        new = [described(federation.data, client) | metrics for client, metrics in tested.new.clients.items()]
+        new = [row | tested.new.clients[row["client"]] for row in joined]
         # without new clients the column would be constant, so it is left out
         self.clients = [row | {"new": 0} for row in clients] + [row | {"new": 1} for row in new] if new else clients
         self.summary = {

@@ -165,6 +165,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     """Shape of one transformed input, for images [C, H, W], known without `setup`."""
     original_test: Tensor = torch.empty(0, dtype=torch.int64)
     """Pool positions of the original test half, int64 [n]; `load` sets this where the data set has such a half."""
+    _task: Classification | None = None
     num_clients: int
     """Number of clients M, known without `setup` unless it is left to the data."""
     val_fraction: float
@@ -284,7 +285,10 @@ class FederatedDataModule(LightningDataModule, ABC):
             raise MisconfigurationException(
                 f"{type(self).__name__} says neither num_classes nor task; set one, such as task = Regression()"
             )
-        return Classification(self.num_classes)
+        # asked for with each client's samples, and its settings are checked when it is made
+        if self._task is None or self._task.num_classes != self.num_classes:
+            self._task = Classification(self.num_classes)
+        return self._task
 
     @abstractmethod
     def load(self) -> Loaded | tuple[Tree, Tree]:
@@ -826,14 +830,15 @@ class FederatedDataModule(LightningDataModule, ABC):
             MisconfigurationException: if the samples have no class.
         """
         if type(self).counts_of is FederatedDataModule.counts_of:
-            held = [parts[split] for parts in self.division.clients[: self.num_clients]]
-            rows, classes = torch.cat(held), number_of_classes(self.task, "a count of classes")
+            sizes = torch.tensor(self.division.sizes[split][: self.num_clients])
+            rows = self.division.rows[split][: int(sizes.sum())]
+            classes = number_of_classes(self.task, "a count of classes")
             labels = cast(Tensor, self.task.classes(take(self._ready().samples.y, rows)))
             if len(labels) == len(rows):
                 # all clients at once: a count of their own takes 10 microseconds each
-                owners = torch.repeat_interleave(torch.tensor([len(part) for part in held]))
-                counts = torch.bincount(owners * classes + labels, minlength=len(held) * classes)
-                return counts.view(len(held), classes)
+                owners = torch.repeat_interleave(sizes)
+                counts = torch.bincount(owners * classes + labels, minlength=len(sizes) * classes)
+                return counts.view(len(sizes), classes)
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
 
     def counts_of(self, client: int, split: Split) -> Tensor:

@@ -1,5 +1,6 @@
 """Summaries of a partition for the record of a run."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ def fingerprint(data: FederatedDataModule) -> str:
     # a resumed run stands in a later round, and must have the fingerprint of its beginning
     with data.at_round(1):
         # places in the pool, since other rows may have the same numbers of each class
-        parts: list[Any] = [list(held.values()) for held in data.division.clients]
-    for start in sorted(data.drift or {}):
-        parts += [list(held.values()) for held in data.division_at(start).clients]
+        divisions = [data.division]
+    divisions += [data.division_at(start) for start in sorted(data.drift or {})]
+    # all clients of a split in one tensor, which takes a hundredth of the time of a tensor each
+    parts: list[Any] = [[list(each.rows.values()), torch.tensor(list(each.sizes.values()))] for each in divisions]
     if data.input_drift:
         # as text, since a digest is of tensors
         parts.append(torch.tensor(list(str(list(data.input_drift)).encode())))
@@ -42,19 +44,25 @@ def amounts(data: FederatedDataModule) -> Tensor:
     return torch.tensor([[data.size(client, "train")] for client in range(data.num_clients)])
 
 
-def described(data: FederatedDataModule, client: int) -> dict[str, Any]:
-    """Return the first columns of a client's row in ``clients.csv``: id, name, training samples, number of classes.
+def described(data: FederatedDataModule, clients: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the first columns of ``clients.csv``: each client's id, name, training samples and number of classes.
 
-    The name is left out for unnamed clients, the number of classes where classes are unknown.
+    Names are left out for unnamed clients, numbers of classes where classes are unknown.
 
     Args:
         data: the data module, set up.
-        client: the client's id.
+        clients: the clients' ids.
     """
-    row: dict[str, Any] = {"client": client}
-    if data.client_names:
-        row["name"] = data.client_names[client]
-    row["samples"] = data.size(client, "train")
-    if data.knows_classes:
-        row["classes"] = int((data.counts_of(client, "train") > 0).sum())
-    return row
+    rows: list[dict[str, Any]] = [{"client": client} for client in clients]
+    names = data.client_names
+    # of all members at once: a count of each client's own takes some 50 microseconds
+    classes = (data.counts > 0).sum(1).tolist() if data.knows_classes and rows else None
+    for row in rows:
+        client = row["client"]
+        if names:
+            row["name"] = names[client]
+        row["samples"] = data.size(client, "train")
+        if classes is not None:
+            own = classes[client] if client < len(classes) else int((data.counts_of(client, "train") > 0).sum())
+            row["classes"] = own
+    return rows

@@ -123,10 +123,11 @@ def split_clients(
     start = 0
     for count, generator in zip(counts, generators(seed, 1, len(counts)), strict=True):
         order[start : start + count] = generator.permutation(count)
-        order[start : start + count] += start
         start += count
         num_test, num_val = sizes_of[count]
         sizes += (num_test, num_val, count - num_test - num_val)
+    ends = np.cumsum(counts)
+    order += np.repeat(ends - counts, counts)
     # one look-up for all clients: with 100,000 of them, a look-up each takes longer than the shuffles
     parts = torch.split(torch.cat([*shares])[torch.from_numpy(order)], sizes)
     return [

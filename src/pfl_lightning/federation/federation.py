@@ -788,13 +788,17 @@ class Federation(LightningModule):
         stages = self.options.stages.values()
         return next((stage.publishable for stage in stages if stage.publishable), self.aggregator.publishable)
 
-    def privacy_of(self, client: int) -> dict[str, float]:
-        """Return a client's ``epsilon``, where the guarantee is of each client by itself."""
-        return {
-            name: value
-            for stage in self.options.stages.values()
-            for name, value in stage.of_client(self, client).items()
-        }
+    def privacy_of(self, clients: Iterable[int]) -> list[dict[str, float]]:
+        """Return each client's ``epsilon``, where the guarantee is of each client by itself.
+
+        Args:
+            clients: the clients' ids.
+        """
+        stages = self.options.stages.values()
+        return [
+            {name: value for stage in stages for name, value in stage.of_client(self, client).items()}
+            for client in clients
+        ]
 
     # Evaluation
 

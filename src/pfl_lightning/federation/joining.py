@@ -255,7 +255,8 @@ def joined_row(
     print_joined(joined, data, metric)
     if folder := run_folder(federation.trainer):
         folder.mkdir(parents=True, exist_ok=True)
-        write_rows(folder / "clients.csv", [described(data, c) | own for c, own in joined.clients.items()])
+        rows = described(data, joined.clients)
+        write_rows(folder / "clients.csv", [row | joined.clients[row["client"]] for row in rows])
     return metrics
 
 

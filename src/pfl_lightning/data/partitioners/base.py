@@ -67,7 +67,11 @@ class Partitioner(ABC):
         classes = rows_of(y, num_classes)
         # the legacy generator: published partitions were drawn from its stream
         rng = np.random.RandomState(seed)
-        return [torch.as_tensor(rows) for rows in self.split(classes, num_clients, rng)]
+        parts = self.split(classes, num_clients, rng)
+        if not all(type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1 for rows in parts):
+            return [torch.as_tensor(rows) for rows in parts]
+        # views of one tensor, which take a fifth of the time of a tensor each
+        return list(torch.from_numpy(np.concatenate(parts)).split([rows.size for rows in parts])) if parts else []
 
     @abstractmethod
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:

@@ -1,5 +1,7 @@
 """Equal shares of the shuffled pool."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from pfl_lightning.data.partitioners.base import Partitioner, Rows
@@ -16,4 +18,8 @@ class IID(Partitioner):
 
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
         """Shuffle and cut into equal pieces; see `Partitioner.split`."""
-        return np.array_split(rng.permutation(np.concatenate(classes)), num_clients)
+        rows = rng.permutation(np.concatenate(classes))
+        # as `np.array_split` cuts, which takes several microseconds a piece
+        size, larger = divmod(len(rows), num_clients)
+        ends = [client * size + min(client, larger) for client in range(num_clients + 1)]
+        return [rows[start:end] for start, end in pairwise(ends)]
