@@ -49,12 +49,14 @@ class ClassVectors(nn.Module):
         Args:
             received: the new vectors, by class number.
         """
-        classes = range(len(self.known))
-        # a stack of all rows: writing single rows by number would launch a copy for each class and client
-        absent, no, yes = self.vectors.new_zeros(()), self.known.new_zeros(()), self.known.new_ones(())
-        absent = absent.expand(self.vectors.shape[1])
-        self.vectors.copy_(torch.stack([received.get(c, absent).to(self.vectors) for c in classes]))
-        self.known.copy_(torch.stack([yes if c in received else no for c in classes]))
+        vectors, known = self.vectors, self.known
+        absent = next(iter(received.values()), vectors).new_zeros(vectors.shape[1])
+        no, yes = known.new_zeros(1), known.new_ones(1)
+        # one tensor of all rows: writing single rows by number would launch a copy for each class and client; and zeros
+        # with memory of their own, as rows of another stride are joined eight times as slowly
+        rows = [received.get(c, absent) for c in range(len(known))]
+        vectors.copy_(torch.cat(rows).view_as(vectors))
+        known.copy_(torch.cat([yes if c in received else no for c in range(len(known))]))
 
     def forward(self, target: Tensor, default: Tensor) -> Tensor:
         """Return the vector of each sample's class, or the default where the class has none.

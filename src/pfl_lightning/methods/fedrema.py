@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pfl_lightning.client import CLASSIFIER, in_classifier
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean, weighted_means
 from pfl_lightning.nets import feature_size
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.server import Server, WeightedAverage, Weighting, client_weights
@@ -42,6 +42,10 @@ def is_over(mean_gaps: list[float], delta: float) -> bool:
         delta: the share of the largest mean gap, in [0, 1].
     """
     return mean_gaps[-1] <= delta * max(mean_gaps)
+
+
+SUMS = 4
+"""Classifiers in a round's sums for each client, from which on a matrix product makes all means."""
 
 
 class FedReMa(WeightedAverage):
@@ -143,12 +147,33 @@ class FedReMa(WeightedAverage):
         in_period = self.state["in_period"]
         shares = self._co_learn(updates, round) if in_period else self._recall(updates)
         # from the uploads phi^ throughout: no average may contain another average
-        self.state["classifiers"] = self.state["classifiers"] | {
-            k: weighted_mean([self.relevance.classifier(updates[i]) for i in row], list(row.values()))
-            for k, row in shares.items()
-        }
+        self.state["classifiers"] = self.state["classifiers"] | self._averages(updates, shares)
         gap = {"gap": self.state["mean_gaps"][-1]} if in_period and len(updates) > 2 else {}
         return {"in_period": float(in_period), "peers": fmean(map(len, shares.values())), **gap}
+
+    def _averages(self, updates: Updates, shares: dict[int, dict[int, float]]) -> dict[int, StateDict]:
+        """Return the mean classifier of each client's peers; many different ones in one matrix product.
+
+        Args:
+            updates: updates by client id.
+            shares: weights of the clients i in k's classifier, ``{k: {i: weight}}``.
+        """
+        uploads = {i: self.relevance.classifier(update) for i, update in updates.items()}
+        rows = {tuple(row.items()): row for row in shares.values()}
+        summed: list[str] = []
+        means: list[StateDict] = [{} for _ in rows]
+        # few sums keep the bits of a mean, which all clients as peers of each other share with FedAvg
+        if sum(map(len, rows)) > SUMS * len(uploads):
+            summed = [name for name, tensor in next(iter(uploads.values())).items() if tensor.is_floating_point()]
+            weights = [[row.get(i, 0.0) for i in uploads] for row in rows.values()]
+            means = weighted_means(list(uploads.values()), weights, summed)
+        # counters among the rest: a product has no largest value of the peers alone
+        rest = [name for name in self.relevance.names if name not in summed]
+        found = {
+            key: mean | weighted_mean([uploads[i] for i in row], list(row.values()), rest)
+            for (key, row), mean in zip(rows.items(), means, strict=True)
+        }
+        return {k: found[tuple(row.items())] for k, row in shares.items()}
 
     def _co_learn(self, updates: Updates, round: int) -> dict[int, dict[int, float]]:
         """Run a round of the period: find and count peers, and end the period if due.

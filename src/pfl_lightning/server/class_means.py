@@ -75,6 +75,8 @@ class ClassMeans(Aggregator):
         check_one_width([vector for update in updates.values() for vector in update[self.entry].values()], self.entry)
         # in a fixed order, so that sums don't depend on who came first
         fed = sorted({c for update in updates.values() for c in update[self.entry]})
+        # a new dict, since payloads of earlier rounds have the old one
+        self.state["means"] = dict(self.state["means"])
         for c in fed:
             # only clients that have the class: an absent class isn't a zero vector
             have = {client: update for client, update in updates.items() if c in update[self.entry]}
@@ -111,6 +113,9 @@ class ClassMeans(Aggregator):
     def download(self, client: int) -> Message:
         """Return the mean of each known class, without the client's own part if ``exclude_self``."""
         others = self.state["others"]
+        if not others:
+            # one dict for all clients, which is built and measured once
+            return {self.entry: self.state["means"]}
         means = {c: others.get(c, {}).get(client, mean) for c, mean in self.state["means"].items()}
         return {self.entry: {c: mean for c, mean in means.items() if mean is not None}}
 
