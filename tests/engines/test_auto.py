@@ -9,6 +9,7 @@ from federations import blobs, fit, make_client, same_end
 from pfl_lightning.engines import Auto, ClientState, Job, LocalWork, Processes, Sequential, Vectorised, auto, threads
 from pfl_lightning.messages import detached
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.selection import Selection
 
 
 class Values(FedAvg):
@@ -41,7 +42,8 @@ def lines(caplog):
 def test_small_nets_are_vectorised(taken, caplog):
     fit(make_client(), engine="auto")
     assert taken == ["Vectorised"]
-    assert lines(caplog) == ["trainer.engine='auto' trains with vectorised: Net is small."]
+    (line,) = lines(caplog)
+    assert line.startswith("trainer.engine='auto' takes vectorised: Net is small")
 
 
 @pytest.mark.parametrize(("workers", "engine"), [(1, "sequential"), (2, "processes")])
@@ -51,7 +53,7 @@ def test_larger_steps_are_for_all_cores(taken, caplog, monkeypatch, workers, eng
     runs = [fit(make_client(), engine=e, workers=workers) for e in ("sequential", "auto")]
     assert taken[-1] == engine.title()
     assert lines(caplog) == [
-        f"trainer.engine='auto' trains with {engine}: a step of Net is enough work for a core, {workers} at a time."
+        f"trainer.engine='auto' takes {engine}: a step of Net is enough work for a core, {workers} at a time."
     ]
     assert same_end(*runs)
 
@@ -87,7 +89,7 @@ def test_rounds_of_too_unequal_clients_are_not_vectorised(taken, caplog):
     unequal, cpu = {"val_fraction": 0.0, "test_fraction": 0.0}, {"workers": 1, "accelerator": "cpu"}
     runs = [fit(make_client(), blobs(60, 5, 4, 3, **unequal), engine=e, **cpu) for e in ("sequential", "auto")]
     assert same_end(*runs) and taken == ["Sequential"]
-    assert "trains with sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[0]
+    assert "takes sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[0]
     assert len(lines(caplog)) == 1
 
 
@@ -126,16 +128,27 @@ def test_a_method_that_cannot_be_vectorised_falls_back_with_the_same_result(capl
     runs = [fit(make_client(Values), engine=e, workers=workers) for e in (Sequential, Auto)]
     assert same_end(*runs)
     (line,) = lines(caplog)
-    assert f"trains with {['sequential', 'processes'][workers - 1]}: Values can't be vectorised (vmap" in line
+    assert f"takes {['sequential', 'processes'][workers - 1]}: Values can't be vectorised (vmap" in line
 
 
-def test_the_choice_is_said_once_a_use(caplog):
-    settings = {"engine": "auto", "evaluate": "both", "test_every_round": True}
-    fit(make_client(), **settings)
-    assert [line.split(":")[0] for line in lines(caplog)] == ["trainer.engine='auto' trains with vectorised"]
-    caplog.clear()
-    fit(make_client(), **settings, num_sanity_val_steps=-1)
-    assert [line.split()[1] for line in lines(caplog)] == ["evaluates", "trains"]
+@pytest.mark.parametrize("settings", [{"evaluate": "both", "test_every_round": True}, {"num_sanity_val_steps": -1}])
+def test_the_choice_is_said_once(settings, caplog):
+    fit(make_client(), engine="auto", **settings)
+    assert [line.split(":")[0] for line in lines(caplog)] == ["trainer.engine='auto' takes vectorised"]
+
+
+@pytest.mark.parametrize("first", [4, 1])
+def test_rounds_of_two_engines_are_told_in_one_line(first, taken, caplog):
+    class Alternating(Selection):
+        def choose(self, start):
+            return list(start.clients)[: 5 - first if start.round % 2 else first]
+
+    data = blobs(*[20] * 4, val_fraction=0.0, test_fraction=0.0)
+    fit(make_client(), data, engine="auto", max_rounds=3, cohort=Alternating(), workers=1, accelerator="cpu")
+    assert sorted(taken) == ["Sequential", "Vectorised"]
+    (line,) = lines(caplog)
+    assert f"takes {taken[0].lower()}:" in line and "3 clients a step" in line
+    assert first == 4 or "and vectorised" in line
 
 
 @pytest.mark.parametrize(("batch_size", "engine"), [(10, Vectorised), (1000, Sequential)])

@@ -73,7 +73,8 @@ class Auto(Engine):
         """The engine of rounds with too few clients a step for `Vectorised`; None before the first."""
         self._parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self._reasons: dict[Engine, str] = {}
-        self._choices: set[tuple[str, Engine]] = set()
+        self._told: Engine | None = None
+        """The engine of whole runs that a line has named; None before the line."""
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Train with the chosen engine; if the method can't be vectorised, choose another for the remaining clients."""
@@ -83,7 +84,7 @@ class Auto(Engine):
         done = set()
         try:
             for outcome in (engine := self._for_round(jobs)).complete("training", jobs):
-                self._tell("trains", engine)
+                self._tell(engine)
                 done.add(outcome.client)
                 yield outcome
         except Unvectorisable as error:
@@ -97,7 +98,7 @@ class Auto(Engine):
         # Jobs stay an iterator: each payload is made when its job is taken, and all at once could fill the memory.
         for first in jobs:
             for evaluated in (engine := self._chosen(first)).complete("evaluation", chain([first], jobs)):
-                self._tell("evaluates", engine)
+                self._tell(engine)
                 yield evaluated
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -123,10 +124,8 @@ class Auto(Engine):
         if (together := self._adapters_together(part, outputs)) >= (
             2 if self._at_once() == 1 else FOR_A_CORE * self._at_once()
         ):
-            engine = self._take(Vectorised, f"adapters of {net} train beside each other, {together} clients at once")
-            # Under vmap such a net isn't faster than one client after another.
-            cast(Vectorised, engine).merged.required = True
-            return engine
+            # By vmap too, where a step's results differ, such a net is twice as fast as one client after another.
+            return self._take(Vectorised, f"adapters of {net} train beside each other, {together} clients at once")
         return self._take_one_by_one(f"a step of {net} is enough work for a core")
 
     def _for_round(self, jobs: list[Job]) -> Engine:
@@ -196,19 +195,24 @@ class Auto(Engine):
         self._reasons[self._engine] = reason
         return self._engine
 
-    def _tell(self, use: str, engine: Engine) -> None:
-        """Log the choice once a use; not before a first result, as a method may turn out not to be vectorisable.
+    def _tell(self, engine: Engine) -> None:
+        """Log the choice once; not before a first result, as a method may turn out not to be vectorisable.
+
+        A second line comes only where a later step can't be vectorised. Rounds that alternate between two engines are
+        named in the first one.
 
         Args:
-            use: ``trains`` or ``evaluates``.
             engine: the engine in use.
         """
-        # the engine of the training is told once for both
-        trained = any(each == "trains" for each, _ in self._choices)
-        if engine not in self._reasons or (use, engine) in self._choices or (use == "evaluates" and trained):
+        if self._told is self._engine or engine not in self._reasons:
             return
-        self._choices.add((use, engine))
-        rank_zero_info(f"trainer.engine='auto' {use} with {type(engine).__name__.lower()}: {self._reasons[engine]}.")
+        self._told, reason = self._engine, self._reasons[engine]
+        if isinstance(self._engine, Vectorised) and self.device.type == "cpu":
+            other = (
+                "vectorised in rounds of at least" if engine is self._alone else "another one in rounds of less than"
+            )
+            reason += f", and {other} {TOGETHER} clients a step"
+        rank_zero_info(f"trainer.engine='auto' takes {type(engine).__name__.lower()}: {reason}.")
 
 
 def clients_a_step(sizes: NDArray[np.int64], work: LocalWork, smallest: int) -> float:

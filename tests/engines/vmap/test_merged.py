@@ -147,9 +147,10 @@ def test_nets_without_adapters_say_nothing(caplog):
     assert not any("adapters" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize(("net", "engine"), [(adapted(), "Vectorised"), (adapted(Centred()), "Sequential")])
+# by vmap, too, clients with adapters train faster together than one after another
+@pytest.mark.parametrize("net", [adapted(), adapted(Centred())])
 @pytest.mark.parametrize("cores", [1, 2])
-def test_auto_takes_adapters_together_on_a_single_core(monkeypatch, net, engine, cores):
+def test_auto_takes_adapters_together_on_a_single_core(monkeypatch, net, cores):
     monkeypatch.setattr(auto, "PARAMETERS", 10)
     monkeypatch.setattr(auto, "FOR_A_CORE", 2**20)
     took = []
@@ -162,4 +163,4 @@ def test_auto_takes_adapters_together_on_a_single_core(monkeypatch, net, engine,
 
         monkeypatch.setattr(kind, "run", spied)
     fit(make_client(net=net), blobs(20, 20, 20), engine="auto", workers=cores)
-    assert took[-1] == (engine if cores == 1 else "Processes")
+    assert took[-1] == ("Vectorised" if cores == 1 else "Processes")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.slots import Slot, Slots
-from pfl_lightning.engines.vmap.checks import Unvectorisable
 from pfl_lightning.engines.vmap.layers import Layers
 from pfl_lightning.internals.of_torch import (
     BatchNorm,
@@ -76,8 +75,6 @@ class Merged:
         """Names of phases, and of the evaluation, whose results were compared."""
         self.reason = ""
         """Why a part with adapters isn't among ``parts``; empty if there is no such part."""
-        self.required = False
-        """Whether a refusal refuses the engine, which `Auto` has chosen for the parts."""
         self._reasons: set[str] = set()
         self._of_block: list[Part] = []
 
@@ -142,13 +139,8 @@ class Merged:
 
         Args:
             reason: the reason, a sentence without full stop.
-
-        Raises:
-            Unvectorisable: if the engine was chosen for the parts alone.
         """
         self.parts, self.refused, self.reason = [], True, reason
-        if self.required:
-            raise Unvectorisable(self.module, reason)
         self.tell()
 
     def _part(self, module: nn.Module, places: dict[int, list[Slot]], persistent: Any) -> Part | None:
