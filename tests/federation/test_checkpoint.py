@@ -24,6 +24,7 @@ from pfl_lightning.messages import num_bytes
 from pfl_lightning.methods import APPLE, IFCA, CloudProx, FedAvg, FedPer, FedProx
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.nets import MLP
+from pfl_lightning.privacy import DPSGD, SecureSum
 from pfl_lightning.selection import Uniform
 
 
@@ -276,3 +277,71 @@ def test_a_round_that_is_best_and_last_is_written_once(links, tmp_path, monkeypa
     values = [row["val/acc"] for row in run.logger.rows]
     assert [best for best, _, _ in inodes] == [values.index(max(values[:end])) + 1 for end in range(1, 8)]
     assert len({best == last for best, last, _ in inodes}) == 2
+
+
+class Written(FederatedCallback):
+    """Notes the rounds of the two files after each round."""
+
+    def __init__(self, stop: int = 0) -> None:
+        self.rounds: list[tuple[int | None, int | None]] = []
+        self.stop = stop
+
+    def on_train_epoch_start(self, trainer, federation):
+        files = [Path(trainer.log_dir, "checkpoints", name) for name in ("best.ckpt", "last.ckpt")]
+        found = [load(file)["federation"]["round"] if file.exists() else None for file in files]
+        self.rounds.append((found[0], found[1]))
+
+    def on_round_start(self, trainer, federation, cohort):
+        trainer.should_stop = bool(self.stop) and federation.round + 1 >= self.stop
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_fewer_checkpoints_change_no_result_and_lose_no_best_round(validates, tmp_path):
+    settings = {"max_rounds": 8} | ({} if validates else {"limit_val_batches": 0})
+    whole = fit(make_client(), root=tmp_path / "1", callbacks=[Written()], **settings)
+    written = Written()
+    some = fit(make_client(), root=tmp_path / "3", callbacks=[written], checkpoint_every=3, **settings)
+    assert same_end(whole, some) and whole.logger.summary["selected"] == some.logger.summary["selected"]
+    each = next(c for c in whole.trainer.callbacks if isinstance(c, Written))
+    best = [one for one, _ in each.rounds]
+    assert [one for one, _ in written.rounds] == best
+    expected: list[int | None] = [None]
+    for round in range(1, 8):
+        due = round % 3 == 0 or (validates and best[round] == round)
+        expected.append(round if due else expected[-1])
+    assert [last for _, last in written.rounds] == expected != [None, *range(1, 8)]
+    assert load(some.last)["federation"]["round"] == 8
+
+
+def test_a_killed_run_with_fewer_checkpoints_ends_with_the_same_bits(tmp_path):
+    settings = {"max_rounds": 6, "limit_val_batches": 0, "checkpoint_every": 4}
+    whole = fit(make_client(), root=tmp_path / "whole", **settings)
+
+    class Killed(FederatedCallback):
+        def on_aggregate_end(self, trainer, federation, logs):
+            if federation.round == 4:
+                raise KeyError("the end")
+
+    with pytest.raises(KeyError):
+        fit(make_client(), root=tmp_path / "cut", callbacks=[Killed()], **settings)
+    last = next((tmp_path / "cut").rglob("last.ckpt"))
+    assert load(last)["federation"]["round"] == 4
+    assert same_end(fit(make_client(), root=tmp_path / "cut", ckpt_path=last, **settings), whole)
+
+
+def test_the_round_after_which_a_run_stops_is_written(tmp_path):
+    settings = {"limit_val_batches": 0, "checkpoint_every": 5, "max_rounds": 9}
+    run = fit(make_client(), root=tmp_path, callbacks=[Written(stop=3)], **settings)
+    assert run.federation.round == load(run.last)["federation"]["round"] == 3
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True])
+def test_a_number_of_rounds_between_checkpoints_is_an_integer_from_1(value, tmp_path):
+    with pytest.raises(MisconfigurationException, match=f"checkpoint_every={value}"):
+        make_trainer(tmp_path, checkpoint_every=value)
+
+
+@pytest.mark.parametrize("stage", [{"secure_sum": SecureSum()}, {"example_privacy": DPSGD(epsilon=8)}])
+def test_no_round_is_left_out_whose_privacy_is_spent(stage, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"checkpoint_every=2 .*give 1"):
+        fit(make_client(), root=tmp_path, checkpoint_every=2, **stage)

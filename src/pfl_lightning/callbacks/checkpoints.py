@@ -2,12 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.engines.evaluation import measured_names
 from pfl_lightning.federation.federation import Federation
@@ -19,8 +20,10 @@ class BestCheckpoint(ModelCheckpoint):
     def __init__(self) -> None:
         # placeholders: only `setup` knows the metric that selects
         # always in the hook in which LastCheckpoint saves, so that a round's two files are one
-        settings = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+        settings: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
         super().__init__(monitor="val/acc", mode="max", filename="best", **settings)
+        self.saved = 0
+        """The round that was saved last in this process; 0 before the first."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set metric and mode to the federation's monitor.
@@ -33,6 +36,13 @@ class BestCheckpoint(ModelCheckpoint):
             # ModelCheckpoint sets the worst possible value in its constructor, for the placeholder's mode
             self.kth_value = torch.tensor(math.inf * -monitor.sign)
         super().setup(trainer, pl_module, stage)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the round if it is the best."""
+        before = self.best_model_score
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.best_model_score is not before:
+            self.saved = trainer.global_step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before the first round that validation gives the monitored metric.
@@ -52,15 +62,54 @@ class BestCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Save the last round as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``.
+    """Save rounds as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``.
 
-    In a round that is saved as ``best.ckpt`` too, this is a hard link to the same file, or a copy where the file system
-    has no links.
+    Saved are each round whose number is a multiple of ``trainer.checkpoint_every``, each round that becomes
+    ``best.ckpt``, and the last round. No clock has a part in it: after the same rounds the same files are there on each
+    machine. In a round that is saved as ``best.ckpt`` too, the file is a hard link to it, or a copy where the file
+    system has no links.
     """
 
     def __init__(self) -> None:
         # not by save_last, which only saves when the monitored value has improved
         super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what a kill costs where not each round is saved.
+
+        Raises:
+            MisconfigurationException: if a round must not be lost, as its privacy is spent or its masks are used.
+        """
+        federation = cast(Federation, pl_module)
+        options = federation.options
+        if (every := options.checkpoint_every) == 1:
+            return
+        reasons = {
+            "clients are at sites": options.is_deployed,
+            "its privacy is spent": federation.publishable or options.example_privacy or options.local_privacy,
+            "its sums are secure": options.secure_sum,
+        }
+        if reason := next((words for words, holds in reasons.items() if holds), ""):
+            raise MisconfigurationException(
+                f"trainer.checkpoint_every={every} could lose a round, which must not be repeated where {reason}; "
+                "leave it out, or give 1."
+            )
+        rank_zero_info(
+            f"trainer.checkpoint_every={every}: a run that is killed, or stopped within a round, repeats up to "
+            f"{every - 1} rounds."
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the round if it is due."""
+        federation = cast(Federation, pl_module)
+        is_last = trainer.should_stop or federation.round == trainer.max_epochs
+        if is_last or federation.round % federation.options.checkpoint_every == 0 or self._is_best(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def _is_best(self, trainer: Trainer) -> bool:
+        """Return True if the round has been saved as ``best.ckpt``; a run must not resume from before it."""
+        kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, BestCheckpoint)]
+        return any(callback.saved == trainer.global_step for callback in kept)
 
 
 def is_pair(trainer: Trainer, best: str, last: str) -> bool:

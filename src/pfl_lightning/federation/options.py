@@ -71,6 +71,7 @@ class FederationOptions:
     accumulate_grad_batches: int
     limit_train_batches: Limit
     checkpoint_common: bool
+    checkpoint_every: int
     # stages, of rooms that this one doesn't know
     schedule: Any
     example_privacy: Any
@@ -86,6 +87,7 @@ class FederationOptions:
         self._check("evaluate_clients", is_part, clients)
         self._check("limit_train_batches", is_part, f"{batches}, or a share above 0.0 and up to 1.0")
         self._check("accumulate_grad_batches", is_count, f"{batches}, such as 4")
+        self._check("checkpoint_every", is_count, "a number of rounds from 1 up, such as 10")
         for name in ("local_epochs", "local_steps", "workers", "min_clients"):
             self._check(name, is_count_or_none, "at least 1, as an integer")
         for name in ("local_epochs", "local_steps"):
