@@ -165,7 +165,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     """Shape of one transformed input, for images [C, H, W], known without `setup`."""
     original_test: Tensor = torch.empty(0, dtype=torch.int64)
     """Pool positions of the original test half, int64 [n]; `load` sets this where the data set has such a half."""
-    _task: Classification | None = None
+    _classification: Classification | None = None
     num_clients: int
     """Number of clients M, known without `setup` unless it is left to the data."""
     val_fraction: float
@@ -286,9 +286,9 @@ class FederatedDataModule(LightningDataModule, ABC):
                 f"{type(self).__name__} says neither num_classes nor task; set one, such as task = Regression()"
             )
         # asked for with each client's samples, and its settings are checked when it is made
-        if self._task is None or self._task.num_classes != self.num_classes:
-            self._task = Classification(self.num_classes)
-        return self._task
+        if self._classification is None or self._classification.num_classes != self.num_classes:
+            self._classification = Classification(self.num_classes)
+        return self._classification
 
     @abstractmethod
     def load(self) -> Loaded | tuple[Tree, Tree]:

@@ -231,7 +231,8 @@ def among(values: Keys, known: Keys) -> NDArray[np.bool_]:
     if not len(known):
         return np.zeros(len(values), dtype=np.bool_)
     places = np.minimum(np.searchsorted(known, values), len(known) - 1)
-    return known[places] == values
+    found: NDArray[np.bool_] = known[places] == values
+    return found
 
 
 def warn_of_spread_groups(groups: Tensor, division: Division, name: str) -> None:

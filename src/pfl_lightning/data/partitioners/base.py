@@ -68,10 +68,12 @@ class Partitioner(ABC):
         # the legacy generator: published partitions were drawn from its stream
         rng = np.random.RandomState(seed)
         parts = self.split(classes, num_clients, rng)
-        if not all(type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1 for rows in parts):
+        if not parts or not all(
+            type(part) is np.ndarray and part.dtype == np.int64 and part.ndim == 1 for part in parts
+        ):
             return [torch.as_tensor(rows) for rows in parts]
         # views of one tensor, which take a fifth of the time of a tensor each
-        return list(torch.from_numpy(np.concatenate(parts)).split([rows.size for rows in parts])) if parts else []
+        return list(torch.split(torch.from_numpy(np.concatenate(parts)), [rows.size for rows in parts]))
 
     @abstractmethod
     def split(self, classes: list[Rows], num_clients: int, rng: np.random.RandomState) -> list[Rows]:
