@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -46,6 +46,8 @@ from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
 from pfl_lightning.internals.of_lightning import continue_run
+from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.nets.lightning_net import LightningNet, trains_itself
 from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
@@ -221,6 +223,8 @@ class FederatedTrainer(Trainer):
         self._joining: Callable[[Federation], dict[str, float]] | None = None
         self._saved: tuple[int, str] = (0, "")
         """Round and path of the checkpoint that was written last."""
+        # A LightningModule that was given in place of a client module, and the client module made of it.
+        self._given: tuple[LightningModule | None, ClientModule | None] = None, None
         # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
@@ -303,7 +307,7 @@ class FederatedTrainer(Trainer):
 
     def fit(  # type: ignore[override]
         self,
-        model: ClientModule,
+        model: LightningModule,
         train_dataloaders: FederatedDataModule | None = None,
         val_dataloaders: None = None,
         datamodule: FederatedDataModule | None = None,
@@ -314,7 +318,8 @@ class FederatedTrainer(Trainer):
         """Run the rounds of a federation.
 
         Args:
-            model: the client module; afterwards it holds the global model.
+            model: the client module, or a LightningModule with its own training, of which FedAvg makes clients;
+                afterwards it holds the global model.
             train_dataloaders: the clients' data, as ``datamodule``, so that ``fit(model, data)`` works.
             val_dataloaders: unused; keeps Lightning's signature.
             datamodule: the clients' data.
@@ -344,6 +349,9 @@ class FederatedTrainer(Trainer):
         try:
             with ended_together(self.strategy), at_work(self):
                 super().fit(federation, datamodule=datamodule, ckpt_path=path)
+            if model is self._given[0]:
+                # as after a fit by Lightning's own Trainer
+                cast(LightningNet, federation.client.net).give_weights(model)
         except (RankLost, Stopped) as stop:
             # Other ranks don't know the run's folder, and take a checkpoint for granted.
             stop.resumable = self.global_rank > 0 or Path(str(self.log_dir), "checkpoints", "last.ckpt").exists()
@@ -406,7 +414,7 @@ class FederatedTrainer(Trainer):
 
     def validate(  # type: ignore[override]
         self,
-        model: ClientModule | None = None,
+        model: LightningModule | None = None,
         dataloaders: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
@@ -431,7 +439,7 @@ class FederatedTrainer(Trainer):
 
     def test(  # type: ignore[override]
         self,
-        model: ClientModule | None = None,
+        model: LightningModule | None = None,
         dataloaders: FederatedDataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
@@ -456,7 +464,7 @@ class FederatedTrainer(Trainer):
 
     def predict(  # type: ignore[override]
         self,
-        model: ClientModule | None = None,
+        model: LightningModule | None = None,
         data: Any = None,
         datamodule: FederatedDataModule | None = None,
         return_predictions: bool | None = None,
@@ -572,7 +580,7 @@ class FederatedTrainer(Trainer):
 
     def join(
         self,
-        model: ClientModule | None = None,
+        model: LightningModule | None = None,
         datamodule: FederatedDataModule | None = None,
         epochs: int | None = None,
         rounds: int = 1,
@@ -645,20 +653,37 @@ class FederatedTrainer(Trainer):
         return federation, cast(FederatedDataModule, data), path
 
     def _federation(
-        self, model: ClientModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
+        self, model: LightningModule, datamodule: FederatedDataModule | None, aggregator: Aggregator | None
     ) -> Federation:
         """Return the federation of a client module: the Trainer's current one for the same module, or a new one."""
         # Without a datamodule take the earlier run's. Lightning sets this attribute only at run time, so it may be
         # missing.
         data = datamodule or getattr(self, "datamodule", None)
-        check_classes(model, data, aggregator)
         current = self.lightning_module
+        if trains_itself(model) and not isinstance(model, ClientModule):
+            model = self._client_of(model, data)
+        check_classes(model, data, aggregator)
         # The same module as before: keep its federation, which has been trained.
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
         federation = Federation(model, aggregator, self.rounds)
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
+
+
+    def _client_of(self, module: LightningModule, data: FederatedDataModule | None) -> ClientModule:
+        """Return FedAvg's client module of a LightningModule; the same one again for the same module.
+
+        Args:
+            module: the LightningModule.
+            data: the clients' data.
+        """
+        known, client = self._given
+        if known is not module:
+            settings = {} if data is None else {"input_shape": data.input_shape, "task": data.task}
+            client = FedAvg(module, **settings)  # type: ignore[arg-type]
+            self._given = module, client
+        return cast(ClientModule, client)
 
 
 # Arguments of Lightning's Trainer

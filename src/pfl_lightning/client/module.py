@@ -42,10 +42,12 @@ from pfl_lightning.messages import Message, StateDict, digest, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
+from pfl_lightning.nets.lightning_net import Deferred, LightningNet, Place, trains_itself
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices, live
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import Reduction, number_of_classes, task_for
+from pfl_lightning.tasks.own_loss import OwnLoss
 from pfl_lightning.tasks.plain import hparams, made
 
 Batch: TypeAlias = tuple[Any, Any]
@@ -192,6 +194,10 @@ class ClientModule(LightningModule):
     ) -> None:
         super().__init__()
         # the order below matters: nets need the task, and `save_hyperparameters` reads the arguments of this very call
+        args, kwargs = self._made_with
+        if task is None and len(args) < 3 and "num_classes" not in kwargs and trains_itself(first_of(net)):
+            # nothing says that samples have classes
+            task = OwnLoss()
         self.task = task_for(self, Classification(num_classes) if task is None else made(task))
         # Lightning warns of modules among hyper-parameters, which go below anyway
         built = ["net"] if isinstance(net, nn.Module) else []
@@ -219,7 +225,7 @@ class ClientModule(LightningModule):
         self.phase = Phase()
         self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
-        self.client_id = self.round = self.steps_done = 0
+        self._batch_idx = self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self.training_follows = self.evaluation_follows = True
         # before a subclass registers buffers of its own, which `buffers` isn't about
@@ -229,7 +235,15 @@ class ClientModule(LightningModule):
         checked_optimizer(optimizer, list(self.parameters()), "model.optimizer")
         # a subclass's `configure_optimizers` isn't called yet: it may read attributes that its `__init__` sets after
         # this one
-        check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
+        if not self._configures_optimizers():
+            check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
+        elif self._is_own("configure_optimizers"):
+            check_own(cast(LightningNet, self.net), optimizer, lr_scheduler)
+        if weighs and isinstance(self.net, LightningNet):
+            raise MisconfigurationException(
+                f"task.class_weights={self.task.class_weights!r} has no effect, as model.net={self.net.features.name} "  # type: ignore[attr-defined]
+                "computes its own loss; leave it out, and weight classes in training_step."
+            )
 
     @property
     def num_classes(self) -> int:
@@ -247,7 +261,10 @@ class ClientModule(LightningModule):
             MisconfigurationException: if the net has no ``features`` and ``classifier``, and can't be cut into them.
         """
         shape, outputs = self._build.args[-2:]
-        return checked_net(as_net(self._build(), shape, outputs))
+        net = checked_net(as_net(self._build(), shape, outputs))
+        if isinstance(net, LightningNet):
+            net.features.method = type(self).__name__
+        return net
 
     def architectures(self) -> list["ClientModule"]:
         """Return one client module per network of the list; the first is this module itself.
@@ -361,6 +378,17 @@ class ClientModule(LightningModule):
             target: the task's targets.
             reduction: the mean over the errors that the task's `Task.weight` counts, or their sum.
         """
+        if isinstance(outputs, Deferred):
+            loss, logged = outputs.loss(target, self.place("train"), self._batch_idx)
+            for name, value in logged.items():
+                self.log(name.removeprefix("train_"), value)
+            return loss if reduction == "mean" else loss * self.task.weight(target)
+        if isinstance(self.net, LightningNet):
+            raise MisconfigurationException(
+                f"model {type(self).__name__} computes a loss of outputs, and model.net={self.net.features.name} has "
+                f"its own by its training_step; override training_step of {type(self).__name__}, give the network "
+                "without its training, or take a method of loss and weights, such as FedAvg, FedPer or Ditto."
+            )
         if self._class_weights is None:
             return self.task.loss(outputs, target, reduction)
         return cast(Classification, self.task).loss(outputs, target, reduction, self._class_weights)
@@ -501,7 +529,20 @@ class ClientModule(LightningModule):
         """
         if not self._configures_optimizers():
             return self.optimizer(parameters)
-        return restricted(self.configured(), parameters, phase.name)
+        if not self._is_own("configure_optimizers"):
+            return restricted(self.configured(), parameters, phase.name)
+        # the net, or a copy of it with weights of its own, such as a personal one
+        nets = [each for each in self.modules() if isinstance(each, LightningNet)]
+        owned = [(each, {id(parameter) for parameter in each.parameters()}) for each in nets]
+        trained = {id(parameter) for parameter in parameters}
+        net = next((each for each, own in owned if trained <= own), None)
+        if net is None:
+            raise MisconfigurationException(
+                f"model {type(self).__name__} trains parameters beside those of model.net={self.net.features.name} in "  # type: ignore[union-attr]
+                f"its phase {phase.name!r}, and {self.net.features.name}.configure_optimizers has none of them; leave "  # type: ignore[union-attr]
+                "it out and set model.optimizer."
+            )
+        return restricted(self.configured(net), parameters, phase.name)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of all trainable parameters, with a schedule of the learning rate if there is one.
@@ -510,22 +551,55 @@ class ClientModule(LightningModule):
         schedule steps once a round. Engines call it for each client and phase, so let it be quick and draw no random
         numbers.
         """
+        if self._is_own("configure_optimizers"):
+            return cast(LightningNet, self.net).configure_optimizers(self.place("train"))
         optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     def _configures_optimizers(self) -> bool:
-        """Return whether `configure_optimizers` is overridden, in the class or on the object."""
+        """Return whether `configure_optimizers` is overridden: in the class, on the object, or by the net."""
         own = type(self).configure_optimizers is not ClientModule.configure_optimizers
-        return own or "configure_optimizers" in vars(self)
+        return own or "configure_optimizers" in vars(self) or self._is_own("configure_optimizers")
 
-    def configured(self) -> Configured:
+    def _is_own(self, hook: str) -> bool:
+        """Return whether the net is a LightningModule with a hook of its own, and this class has none.
+
+        Args:
+            hook: the hook's name.
+        """
+        overridden = getattr(type(self), hook) is not getattr(ClientModule, hook) or hook in vars(self)
+        return not overridden and isinstance(self.net, LightningNet) and self.net.features.has(hook)
+
+    def place(self, stage: str) -> Place:
+        """Return the stand-in for the Trainer of a LightningModule that is the net.
+
+        Args:
+            stage: ``train``, ``validate`` or ``test``.
+        """
+        return Place(self.round, self.num_rounds, stage)
+
+    @property
+    def measures_itself(self) -> bool:
+        """Whether evaluations take values that a LightningModule logs, the net or a copy of it."""
+        if not isinstance(self.net, LightningNet):
+            return False
+        return isinstance(self.task, OwnLoss) or any(map(self.net.features.has, ("validation_step", "test_step")))
+
+    def configured(self, net: LightningNet | None = None) -> Configured:
         """Return the optimizer and schedule from `configure_optimizers`, and the learning rates before the schedule.
+
+        Args:
+            net: the LightningModule whose ``configure_optimizers`` counts; None takes the client module's.
 
         Raises:
             MisconfigurationException: if it returns several optimizers or schedules, or none.
         """
+        if self._is_own("configure_optimizers"):
+            net = net or cast(LightningNet, self.net)
+            returned = net.configure_optimizers(self.place("train"))
+            return parts_of(returned, f"{net.features.name}.configure_optimizers")
         if self._configures_optimizers():
             return parts_of(self.configure_optimizers(), f"{type(self).__name__}.configure_optimizers")
         made = parts_of(self.configure_optimizers(), "model")
@@ -775,6 +849,35 @@ class ClientModule(LightningModule):
 
 # `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
 ClientModule.__new__.__signature__ = inspect.signature(ClientModule.__init__)  # type: ignore[attr-defined]
+
+
+def first_of(net: Any) -> Any:
+    """Return the first network of the setting ``net``, a builder or a module.
+
+    Args:
+        net: a network, or a list of some.
+    """
+    return net[0] if isinstance(net, list) and net else net
+
+
+def check_own(net: LightningNet, optimizer: Any, lr_scheduler: Any) -> None:
+    """Refuse settings that a LightningModule's own training passes over.
+
+    Args:
+        net: the client module's net.
+        optimizer: the setting ``optimizer``.
+        lr_scheduler: the setting ``lr_scheduler``.
+
+    Raises:
+        MisconfigurationException: if a setting is given.
+    """
+    default = inspect.signature(ClientModule.__init__).parameters["optimizer"].default
+    for name, is_given in (("optimizer", optimizer is not default), ("lr_scheduler", lr_scheduler is not None)):
+        if is_given:
+            raise MisconfigurationException(
+                f"model.{name} has no effect, as model.net={net.features.name} has its own configure_optimizers; leave "
+                "one of the two out."
+            )
 
 
 def own_containers(value: Value) -> Value:

@@ -1,9 +1,10 @@
 """Check before the first round if client module, aggregator, net and data fit together."""
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
-from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.messages import StateDict
+from pfl_lightning.nets.lightning_net import LightningNet
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.selection import Selection
 from pfl_lightning.server import Aggregator
 from pfl_lightning.server.adapters import pairs
 from pfl_lightning.settings import kept_arguments, parameters_of
 from pfl_lightning.tasks.base import number_of_classes
+from pfl_lightning.tasks.own_loss import OwnLoss
 
 
 def check_finite(client: ClientModule, aggregator: Aggregator) -> None:
@@ -213,6 +216,59 @@ def check_requirements(client: ClientModule, aggregator: Aggregator) -> None:
         number_of_classes(client.task, f"aggregator {aggregator.name}")
 
 
+def check_own_training(module: ClientModule, samples: Samples) -> None:
+    """Refuse a method that computes with more of a LightningModule than its loss and weights.
+
+    Args:
+        module: the client module, whose net is the LightningModule; it stays as it is.
+        samples: some samples to try a step of each phase on.
+
+    Raises:
+        MisconfigurationException: if the method needs features, outputs or an output layer that isn't known.
+    """
+    net, method = cast(LightningNet, module.net), type(module).__name__
+    needs = next((need for need in ("vector features", "body") if need in module.requires), None)
+    if needs == "vector features":
+        net.features(samples.x).refuse("features as vectors")
+    if net.classifier.layer is None and (name := cut_at(module)):
+        raise MisconfigurationException(
+            f"model {method} treats the output layer apart, and nothing says which one of {net.features.name} it is, as "
+            f"its forward doesn't take inputs of model.input_shape={tuple(module.hparams.get('input_shape', ()))}; name "
+            f"the layer `classifier` in {net.features.name}, set its example_input_array, or take a method of the whole "
+            f"model, such as FedAvg ({name} would be shared with all others)."
+        )
+    # a copy, as the module's own code may count its steps
+    trial = copy.deepcopy(module).eval()
+    for phase in trial.local_phases():
+        if phase.data is not None:
+            continue
+        # as engines do; elsewhere values are logged to a Trainer
+        vars(trial).update(phase=phase, _logged={})
+        try:
+            with isolate_rng(), torch.enable_grad():
+                trial.training_step((samples.x, samples.y), 0)
+        except (MisconfigurationException, torch.cuda.OutOfMemoryError):
+            raise
+        # the first client's training raises it again, with client and round
+        except Exception:
+            return
+
+
+def cut_at(module: ClientModule) -> str | None:
+    """Return the first parameter that a method would treat otherwise if it were the output layer's; None without one.
+
+    Args:
+        module: the client module, whose net has an unknown output layer.
+    """
+    phases = [*module.local_phases(), *module.joining_phases(), *module.evaluation_phases()]
+    rules = [module.is_shared, module.is_personal, *(phase.trains for phase in phases)]
+    for name, _ in module.named_parameters():
+        other = name.replace("net.features.", "net.classifier.", 1)
+        if other != name and any(rule(name) != rule(other) for rule in rules):
+            return name
+    return None
+
+
 def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     """Refuse a client module made for other data, by task and by a trial of the net on two samples.
 
@@ -252,6 +308,10 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
         every = data.newcomers
     client = next((client for client in every if data.size(client, "train")), 0)
     samples = data.part(client, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
+    if isinstance(module.net, LightningNet):
+        check_own_training(module, samples)
+        if isinstance(module.task, OwnLoss):
+            return
     # a trial finds a wrong shape now, with both shapes in the error, rather than in the first round of some client
     try:
         with kept_modes(module), isolate_rng(), torch.no_grad():

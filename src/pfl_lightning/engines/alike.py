@@ -51,7 +51,7 @@ class Alike:
         self.module = module = engine.module
         normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in module.modules())
         adapts = overrides(module, "evaluation_phases") or overrides(module, "receive")
-        self.usable = not normalises and not adapts
+        self.usable = not normalises and not adapts and not module.measures_itself
         """Whether clients can be evaluated together, as far as known."""
         self.samples_meet = False
         """Whether a comparison has shown that a client's outputs depend on the pass that they are made in."""

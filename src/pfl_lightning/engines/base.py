@@ -502,7 +502,7 @@ class Engine(ABC):
         """Return the metrics of the module's current model by split; splits without samples are left out."""
         held: dict[str, Samples] = {split: getattr(data, split) for split in splits}
         return {
-            split: evaluate(self.module, samples, self.metrics, self.forward_context)
+            split: evaluate(self.module, samples, self.metrics, self.forward_context, split)
             for split, samples in held.items()
             if len(samples)
         }

@@ -39,9 +39,11 @@ from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.engines.client_metrics import Columns
 from pfl_lightning.internals.of_torchmetrics import count_updates
 from pfl_lightning.messages import StateDict, tensors, tree_map
+from pfl_lightning.nets.lightning_net import Body, Measurement
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.class_metrics import Area, Confusion
+from pfl_lightning.tasks.own_loss import OwnLoss
 
 POOLED = "_pooled"
 """Suffix in the name of a metric over all clients' samples, to which each client adds a share."""
@@ -287,6 +289,7 @@ def evaluate(
     samples: Samples,
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],
+    split: str = "test",
 ) -> dict[str, float]:
     """Return a client module's metrics on a client's samples.
 
@@ -295,11 +298,15 @@ def evaluate(
         samples: at least one sample, on the module's device.
         metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
         forward_context: returns the context for a forward pass.
+        split: the samples' split, for a LightningModule that measures itself.
 
     Returns:
         Values by name; under ``NAME_pooled`` the state of a metric over all clients' samples.
     """
     task = module.task
+    own = own_values_of(module, samples, forward_context, split) if module.measures_itself else {}
+    if isinstance(task, OwnLoss):
+        return own
     metrics.reset()
     losses: list[Tensor] = []
     together: list[Tensor] = []
@@ -319,7 +326,34 @@ def evaluate(
                 losses.append(task.loss(outputs, target, "sum"))
     if together:
         losses = [task.loss(torch.cat(together), samples.y, "sum")]
-    return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))}
+    return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))} | own
+
+
+def own_values_of(
+    module: ClientModule, samples: Samples, forward_context: Callable[[], AbstractContextManager[None]], split: str
+) -> dict[str, float]:
+    """Return what a LightningModule logs in its own evaluation of a client's samples, and its loss.
+
+    Args:
+        module: the client module, whose net is the LightningModule.
+        samples: at least one sample.
+        forward_context: returns the context for a forward pass.
+        split: the samples' split.
+    """
+    measurement = Measurement(split, module.place("validate" if split.startswith("val") else "test"))
+    bodies = [each for each in module.modules() if isinstance(each, Body)]
+    for body in bodies:
+        vars(body)["measured"] = True
+    try:
+        with kept_modes(module):
+            module.eval()
+            for index, (x, target) in enumerate(samples.chunks(CHUNK)):
+                with forward_context():
+                    measurement.add(module(x), target, rows_in(target), index)
+        return measurement.values()
+    finally:
+        for body in bodies:
+            vars(body)["measured"] = False
 
 
 def rows_at_once(task: Task, target: Tree) -> int:
@@ -331,7 +365,8 @@ def rows_at_once(task: Task, target: Tree) -> int:
     """
     some = next(tensors(target))
     limit = OUTPUTS if some.device.type == "cpu" else ON_GPU * OUTPUTS
-    return max(1, min(CHUNK, limit // (task.outputs * some[:1].numel())))
+    # targets of no numbers stand for none
+    return max(1, min(CHUNK, limit // (task.outputs * max(1, some[:1].numel()))))
 
 
 def mean_of(total: Tensor, weight: int | Tensor) -> float:

@@ -110,7 +110,7 @@ def step_values(module: ClientModule, batch: Batch, index: int) -> dict[str, Ten
     logged: dict[str, Tensor] = {}
     # Written to __dict__, as nn.Module.__setattr__ searches parameters and buffers first, at every step.
     table = vars(module)
-    table["_logged"] = logged
+    table["_logged"], table["_batch_idx"] = logged, index
     try:
         returned: Any = module.training_step(batch, index)
     finally:

@@ -8,6 +8,11 @@ Three private methods are overridden, which only a subclass can do:
 * ``LightningCLI._parse_ckpt_path``, by ``PflCLI``: to keep the given settings, which a checkpoint's would replace.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import ParallelStrategy, launchers
 
@@ -54,3 +59,24 @@ def continue_run(logger: CSVLogger | TensorBoardLogger | WandbLogger, version: s
     # reading the public ``version`` would create a new run
     elif logger._version is None:
         logger._version = version
+
+
+@contextmanager
+def attached(module: LightningModule, trainer: Any, log: Callable[..., None]) -> Iterator[None]:
+    """Give a LightningModule an object in place of its Trainer, and a function in place of its ``log``, for a while.
+
+    The public setter of ``trainer`` takes Trainers alone.
+
+    Args:
+        module: the LightningModule.
+        trainer: the object.
+        log: takes the arguments of ``LightningModule.log``.
+    """
+    table = vars(module)
+    before = table["_trainer"]
+    table.update(_trainer=trainer, log=log)
+    try:
+        yield
+    finally:
+        del table["log"]
+        table["_trainer"] = before

@@ -6,7 +6,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from pfl_lightning.nets.base import Net, check_untrained
+from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.lightning_net import lightning_net, trains_itself
 from pfl_lightning.nets.modes import kept_modes
 
 
@@ -72,10 +73,11 @@ def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) ->
         num_outputs: outputs that the task needs for each sample.
 
     Raises:
-        MisconfigurationException: if it can't be cut, has another number of outputs, or is a LightningModule with its
-            own training.
+        MisconfigurationException: if it can't be cut, has another number of outputs, or is a LightningModule whose
+            training no client can do.
     """
-    check_untrained(module)
+    if trains_itself(module):
+        return lightning_net(module, input_shape)  # type: ignore[arg-type]
     if isinstance(module, Net):
         return module
     if all(isinstance(getattr(module, part, None), nn.Module) for part in ("features", "classifier")):

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 Head: TypeAlias = Literal["last", "all_fc"]
@@ -125,31 +124,6 @@ def copied(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) ->
         num_classes: unused likewise.
     """
     return deepcopy(module)
-
-
-def check_untrained(module: nn.Module) -> None:
-    """Refuse a network with a training of its own, which clients wouldn't call.
-
-    Args:
-        module: the built network; a LightningModule that overrides no hook of training is one as any.
-
-    Raises:
-        MisconfigurationException: if it is a LightningModule with its own ``training_step`` or
-            ``configure_optimizers``.
-    """
-    if not isinstance(module, LightningModule):
-        return
-    kind, hooks = type(module), ("training_step", "configure_optimizers")
-    own = [hook for hook in hooks if getattr(kind, hook) is not getattr(LightningModule, hook)]
-    if not own:
-        return
-    sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in module.named_children()}
-    inner = f"{kind.__name__}(...).{max(sizes, key=sizes.__getitem__)}" if sizes else "a plain nn.Module"
-    raise MisconfigurationException(
-        f"model.net={kind.__name__} is a LightningModule with its own {' and '.join(own)}, which clients would never "
-        f"call; give its network alone, such as {inner}, its optimizer as model.optimizer, and its loss as "
-        "training_step(batch, batch_idx) of a subclass of the client module, such as of FedAvg."
-    )
 
 
 def checked_net(net: Net) -> Net:

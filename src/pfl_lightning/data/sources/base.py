@@ -11,7 +11,7 @@ from pfl_lightning.data.partitioners import Natural, Partitioner
 from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import Unpack
-from pfl_lightning.tasks import Task
+from pfl_lightning.tasks import OwnLoss, Task
 
 RESIDENT = 2**30
 """Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
@@ -77,9 +77,14 @@ class OwnedData(FederatedDataModule):
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net: as in `FederatedDataModule.transform`, and in single precision.
 
+        Under `OwnLoss` inputs stay as they are.
+
         Args:
             x: some inputs of the pool, shape [n, ...].
         """
+        if isinstance(self._task, OwnLoss):
+            # a LightningModule's own steps take batches as its data loader gives them
+            return x
         return tree_map(lambda t: single(net_inputs(t)), x)
 
 

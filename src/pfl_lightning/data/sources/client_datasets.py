@@ -26,7 +26,7 @@ from pfl_lightning.data.sources.vision_data import pixels, random_transform
 from pfl_lightning.data.trees import Tree, as_tensor, first_not_finite, joined, leaves_of, like
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.settings import Unpack
-from pfl_lightning.tasks import Task
+from pfl_lightning.tasks import OwnLoss, Task
 
 SMALL = 2**28
 """Bytes of inputs up to which Datasets without random transforms are read once and kept in memory."""
@@ -64,7 +64,8 @@ class ClientDatasets(OwnedData):
             with None for a missing one, or to a dict of Datasets by these names; or a list of such values, whose
             clients are numbered from 0; or, with ``read``, a list of names. A Dataset alone is split by
             ``test_fraction`` and ``val_fraction``. A dict of arrays ``x`` and ``y`` may stand for a Dataset.
-        task: the prediction task.
+        task: the prediction task; by default that of a LightningModule with its own loss, whose batches may have any
+            form: items that are no pairs of input and target, such as dicts, are then given to it as they are.
         read: a function from a client's name to such a value, called once for each name.
         collate_fn: makes a batch (inputs, targets) of a list of items; None takes torch's ``default_collate``.
         num_workers: processes that read batches ahead, 0 or more, as in torch's ``DataLoader``; the engine
@@ -82,7 +83,7 @@ class ClientDatasets(OwnedData):
     def __init__(
         self,
         clients: Mapping[str, Any] | Sequence[Any],
-        task: Task,
+        task: Task = OwnLoss(),  # noqa: B008 - immutable
         read: Callable[[str], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -95,7 +96,10 @@ class ClientDatasets(OwnedData):
         parts = [(name, split, dataset) for name, given in held.items() for split, dataset in given.items()]
         given = {split for _, split, _ in parts}
         names = [f"{split} of client {name!r}" for name, split, _ in parts]
-        reader = Reader([dataset for *_, dataset in parts], names, collate_fn or default_collate, num_workers)
+        takes_any = isinstance(task, OwnLoss)
+        reader = Reader(
+            [dataset for *_, dataset in parts], names, collate_fn or default_collate, num_workers, takes_any
+        )
         # only training sets beside other test sets may be random: a metric must be of the same inputs in each round
         for split in given - {"train"} if len(given) > 1 else given:
             if changing := reader.changing(index for index, part in enumerate(parts) if part[1] == split):
@@ -294,6 +298,15 @@ def rows_of(arrays: Mapping[str, Any], name: str) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+def is_pair(item: Any) -> bool:
+    """Return whether an item or a batch has two parts, input and target.
+
+    Args:
+        item: the item.
+    """
+    return isinstance(item, (tuple, list)) and len(item) == 2
+
+
 class Reader:
     """Items of several Datasets, numbered consecutively, read and collated on access.
 
@@ -302,15 +315,23 @@ class Reader:
         names: a name for each Dataset in messages.
         collate_fn: makes a batch (inputs, targets) of a list of items.
         num_workers: processes that read batches ahead.
+        takes_any: whether items may be other things than pairs of input and target, such as a dict; they are inputs,
+            beside targets of no numbers ``[n, 0]``.
     """
 
     def __init__(
-        self, datasets: list[Any], names: list[str], collate_fn: Callable[[list[Any]], Any], num_workers: int
+        self,
+        datasets: list[Any],
+        names: list[str],
+        collate_fn: Callable[[list[Any]], Any],
+        num_workers: int,
+        takes_any: bool = False,
     ) -> None:
         self.datasets = datasets
         self.names = names
         self.collate_fn = collate_fn
         self.num_workers = num_workers
+        self.takes_any = takes_any
         self.is_random = False
         self._starts = list(accumulate(map(len, datasets), initial=0))
         self._types: dict[str, torch.dtype] = {}
@@ -377,7 +398,9 @@ class Reader:
                 f"data.clients: {len(items)} items, the last of {name}, make no batch ({said(error)}); bring inputs to "
                 "one shape by a transform, or give data.collate_fn"
             ) from error
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        if self.takes_any and not is_pair(batch):
+            batch = batch, torch.zeros(len(items), 0)
+        if not is_pair(batch):
             raise MisconfigurationException(
                 f"data.collate_fn returned a {type(batch).__name__}; return a pair (inputs, targets)"
             )
@@ -405,9 +428,9 @@ class Reader:
                 f"data.clients: {self._named(index, row)} can't be read ({said(error)}), while the length is "
                 f"{self._starts[index + 1] - self._starts[index]}; correct __getitem__ or __len__ of this Dataset"
             ) from error
-        if self.collate_fn is not default_collate:
+        if self.collate_fn is not default_collate or (self.takes_any and not is_pair(item)):
             return item
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
+        if not is_pair(item):
             raise MisconfigurationException(
                 f"data.clients: an item of {name} is a {type(item).__name__}"
                 + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")

@@ -15,6 +15,7 @@ from pfl_lightning.engines.vmap.compiled import Values
 from pfl_lightning.engines.vmap.layers import linear_of_stacks, log_softmax, softmax_minus_one_hot
 from pfl_lightning.internals.of_torch import entry_tables, has_hooks
 from pfl_lightning.messages import StateDict
+from pfl_lightning.nets.lightning_net import LightningNet
 from pfl_lightning.nets.mlp import FlattenQuantities
 from pfl_lightning.tasks import Classification
 
@@ -68,7 +69,7 @@ class DenseNet:
         """
         own_step = any(overrides(module, hook) for hook in ("training_step", "loss", "task_loss"))
         # Types are compared exactly, here and below, because a subclass may compute something else.
-        if own_step or type(module.task) is not Classification or "_class_weights" in block.entries:
+        if own_step or isinstance(module.net, LightningNet) or type(module.task) is not Classification or "_class_weights" in block.entries:
             return None
         x, y = block.samples
         # Other precisions compute under autocast, or with scaled losses.

@@ -49,7 +49,8 @@ class BlockEvaluator:
         self.merged = merged
         # Such a layer normalises over a batch, which padding would change.
         normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in self.module.modules())
-        self.usable = not normalises and not overrides(self.module, "evaluation_phases")
+        adapts = overrides(self.module, "evaluation_phases")
+        self.usable = not normalises and not adapts and not self.module.measures_itself
         """Whether clients can be evaluated at once, as far as known."""
 
     def evaluate(self, members: list[Member], entries: StateDict, slots: Slots) -> Evaluated | None:
