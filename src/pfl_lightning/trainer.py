@@ -670,7 +670,6 @@ class FederatedTrainer(Trainer):
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
 
-
     def _client_of(self, module: LightningModule, data: FederatedDataModule | None) -> ClientModule:
         """Return FedAvg's client module of a LightningModule; the same one again for the same module.
 

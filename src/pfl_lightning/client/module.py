@@ -42,7 +42,7 @@ from pfl_lightning.messages import Message, StateDict, digest, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
-from pfl_lightning.nets.lightning_net import Deferred, LightningNet, Place, trains_itself
+from pfl_lightning.nets.lightning_net import Deferred, LightningNet, Place, deferring, trains_itself
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices, live
 from pfl_lightning.tasks import Classification, Task
@@ -380,8 +380,10 @@ class ClientModule(LightningModule):
         """
         if isinstance(outputs, Deferred):
             loss, logged = outputs.loss(target, self.place("train"), self._batch_idx)
-            for name, value in logged.items():
-                self.log(name.removeprefix("train_"), value)
+            # losses in evaluation mode are of no step, such as those in a download
+            if self._logged is not None or self.training:
+                for name, value in logged.items():
+                    self.log(name.removeprefix("train_"), value)
             return loss if reduction == "mean" else loss * self.task.weight(target)
         if isinstance(self.net, LightningNet):
             raise MisconfigurationException(
@@ -771,7 +773,12 @@ class ClientModule(LightningModule):
             weights = cast(Classification, self.task).weights(data.class_counts)
             self._class_weights.copy_(weights)
         self.assign(personal)
-        self.on_download(payload, data)
+        if not isinstance(self.net, LightningNet):
+            self.on_download(payload, data)
+            return
+        # what a method computes here of its net's outputs can be a loss alone
+        with deferring(self, self.place("train")):
+            self.on_download(payload, data)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
         """Undo what `receive` has changed in a model that trained after it had received.

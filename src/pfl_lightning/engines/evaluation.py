@@ -39,7 +39,7 @@ from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.engines.client_metrics import Columns
 from pfl_lightning.internals.of_torchmetrics import count_updates
 from pfl_lightning.messages import StateDict, tensors, tree_map
-from pfl_lightning.nets.lightning_net import Body, Measurement
+from pfl_lightning.nets.lightning_net import Measurement, deferring
 from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.class_metrics import Area, Confusion
@@ -340,20 +340,14 @@ def own_values_of(
         forward_context: returns the context for a forward pass.
         split: the samples' split.
     """
-    measurement = Measurement(split, module.place("validate" if split.startswith("val") else "test"))
-    bodies = [each for each in module.modules() if isinstance(each, Body)]
-    for body in bodies:
-        vars(body)["measured"] = True
-    try:
-        with kept_modes(module):
-            module.eval()
-            for index, (x, target) in enumerate(samples.chunks(CHUNK)):
-                with forward_context():
-                    measurement.add(module(x), target, rows_in(target), index)
-        return measurement.values()
-    finally:
-        for body in bodies:
-            vars(body)["measured"] = False
+    place = module.place("validate" if split.startswith("val") else "test")
+    measurement = Measurement(split, place)
+    with kept_modes(module), deferring(module, place):
+        module.eval()
+        for index, (x, target) in enumerate(samples.chunks(CHUNK)):
+            with forward_context():
+                measurement.add(module(x), target, rows_in(target), index)
+    return measurement.values()
 
 
 def rows_at_once(task: Task, target: Tree) -> int:

@@ -15,6 +15,7 @@ from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.nets.lightning_net import LightningNet
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import Unpack
 
@@ -129,7 +130,8 @@ class FedALA(FedAvg):
         drawn = part.take(rows)
         net: nn.Module = self.net
         path = ""
-        if all(name.startswith("classifier.") for name in self.names):
+        # a LightningModule gives no features, only its loss
+        if all(name.startswith("classifier.") for name in self.names) and not isinstance(net, LightningNet):
             # only the classifier is mixed: features are computed once
             net, path = self.net.classifier, "classifier."
             drawn = Samples(joined([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)

@@ -5,6 +5,7 @@ weights w on the batch b, alpha the learning rate of the adaptation, beta that o
 """
 
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.client import Batch, ClientSettings, Phase
+from pfl_lightning.data.trees import take
 from pfl_lightning.messages import StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.functional import gradient_at, loss_at, trainable
@@ -75,8 +77,8 @@ class PerFedAvg(FedAvg):
         n, parts = len(target), 2 if self.variant == "FO" else 3
         if self.phase.name == "adapt" or n < parts * self.smallest_part:
             return super().training_step(batch, batch_idx)
-        cuts = [part * n // parts for part in range(1, parts)]
-        b1, b2, *rest = zip(x.tensor_split(cuts), target.tensor_split(cuts), strict=True)
+        cuts = [part * n // parts for part in range(parts + 1)]
+        b1, b2, *rest = (take((x, target), slice(*ends)) for ends in pairwise(cuts))
         w = trainable(self.net)
         # the inner gradient is a constant, so the gradient in w' is also the gradient in w
         adapted = step(w, -self.alpha, gradient_at(self, w, b1))

@@ -56,38 +56,49 @@ class Deferred:
     def __init__(self, body: "Body", x: Any, output: "Output | None", weights: dict[str, Tensor]) -> None:
         self.body, self.x, self.output, self.weights = body, x, output, weights
 
-    def call(self, run: Callable[[], Any]) -> Any:
+    def call(self, run: Callable[[], Any]) -> tuple[Any, bool]:
         """Return the result of a function of the module, with the weights that were in place at the calls.
 
         Args:
             run: the function.
+
+        Returns:
+            The result, and whether these weights are the module's own.
         """
         pair = Pair(self.body, self.output)
         if all(self.weights[name] is entry for name, entry in entries_of(pair).items()):
-            return run()
-        return functional_call(pair, self.weights, (run,))
+            return run(), True
+        return functional_call(pair, self.weights, (run,)), False
 
-    def loss(self, target: Any, place: "Place", batch_idx: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, target: Any, place: "Place | None" = None, batch_idx: int = 0, resets: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the module's ``training_step`` on the batch, and the values that it logged.
 
         Args:
             target: the batch's targets.
-            place: the client's place in the run.
+            place: the client's place in the run; None inside `deferring`.
             batch_idx: number of the batch.
+            resets: whether to reset the module's metrics, as an evaluation of several batches does at its end.
 
         Raises:
             MisconfigurationException: if ``training_step`` returns no loss.
         """
         body, logged = self.body, Logged()
-        returned = self.call(lambda: body.run("training_step", self.output, (self.x, target), place, logged, batch_idx))
-        body.forget()
+        place = place or cast(Place, body.place)
+        batch = self.x, target
+        returned, own = self.call(lambda: body.run("training_step", self.output, batch, place, logged, batch_idx))
+        if resets:
+            body.forget()
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"{body.name}.training_step returned {type(returned).__name__} without a loss; return the loss of each "
                 "batch, or a dict with 'loss' in it."
             )
-        return loss, logged.taken()
+        # values at other weights, such as pFedMe's, are no record of the training, and are wrapped by the transform that
+        # takes gradients there
+        return loss, logged.taken() if own else {}
 
     def __getattr__(self, name: str) -> NoReturn:
         # copying and pickling look for hooks such as __deepcopy__, which aren't there
@@ -271,10 +282,7 @@ class Measurement:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor) and not any(own_name(name) == "loss" for name in self.logged.values):
             # the training step's loss in evaluation mode, where nothing else says what it is
-            loss = deferred.call(
-                lambda: body.run("training_step", deferred.output, (deferred.x, target), self.place, Logged(), batch_idx)
-            )
-            loss = loss.get("loss") if isinstance(loss, Mapping) else loss
+            loss = deferred.loss(target, self.place, batch_idx, resets=False)[0]
         if isinstance(loss, Tensor) and not loss.dim():
             self.losses.append((rows, loss.detach()))
 
@@ -355,8 +363,8 @@ class Body(nn.Module):
         super().__init__()
         self.module = module
         self.name, self.method = type(module).__name__, "ClientModule"
-        # true while an evaluation asks for the module's own values instead of its outputs
-        self.measured = False
+        # set while losses are asked for instead of outputs, see `deferring`
+        self.place: Place | None = None
         places = [path for path, each in module.named_modules(remove_duplicate=False) if layer and each is layer]
         blank = nn.Identity()
         self.places = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in places]
@@ -448,6 +456,24 @@ class Output(nn.Module):
         return Deferred(features.body, features.x, self, features.weights | own)
 
 
+@contextmanager
+def deferring(module: nn.Module, place: Place) -> Iterator[None]:
+    """Let LightningModules in a module, called as a whole, give a `Deferred` in place of outputs inside this context.
+
+    Args:
+        module: the client module.
+        place: the client's place in the run.
+    """
+    bodies = [each for each in module.modules() if isinstance(each, Body)]
+    for body in bodies:
+        vars(body)["place"] = place
+    try:
+        yield
+    finally:
+        for body in bodies:
+            vars(body)["place"] = None
+
+
 class LightningNet(Net):
     """A LightningModule as a net: its output layer is the classifier, and all other layers are the features.
 
@@ -472,7 +498,7 @@ class LightningNet(Net):
             x: inputs.
         """
         body = self.features
-        if body.measured:
+        if body.place is not None:
             return self.classifier(body(x))
         with body.whole(self.classifier) as module:
             if not isinstance(x, Tensor) and body.has("predict_step"):

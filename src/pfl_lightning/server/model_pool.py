@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pfl_lightning.data import Samples
 from pfl_lightning.messages import CPU, Message, Updates, block_width, column
+from pfl_lightning.nets.lightning_net import Deferred
 from pfl_lightning.server.base import Aggregator, Server
 from pfl_lightning.tasks import Task
 
@@ -118,11 +119,17 @@ def mean_loss(model: Callable[[Any], Tensor], part: Samples, task: Task) -> floa
     """Return a model's mean loss on samples, by the task's definition; infinite in place of NaN.
 
     Args:
-        model: maps inputs to outputs, such as a net in evaluation mode.
+        model: maps inputs to outputs, such as a net in evaluation mode; a LightningModule's own loss counts.
         part: the samples, on the model's device, at least one.
         task: the task.
     """
-    losses = [task.loss(model(x), y, "sum").double() for x, y in part.chunks()]
+
+    def loss(outputs: Any, target: Any) -> Tensor:
+        if isinstance(outputs, Deferred):
+            return outputs.loss(target)[0] * task.weight(target)
+        return task.loss(outputs, target, "sum")
+
+    losses = [loss(model(x), y).double() for x, y in part.chunks()]
     # the number of targets, not of samples: a text has several, and targets to be ignored don't count
     loss = float(torch.stack(losses).sum()) / max(int(task.weight(part.y)), 1)
     return math.inf if math.isnan(loss) else loss

@@ -69,7 +69,12 @@ class DenseNet:
         """
         own_step = any(overrides(module, hook) for hook in ("training_step", "loss", "task_loss"))
         # Types are compared exactly, here and below, because a subclass may compute something else.
-        if own_step or isinstance(module.net, LightningNet) or type(module.task) is not Classification or "_class_weights" in block.entries:
+        if (
+            own_step
+            or isinstance(module.net, LightningNet)
+            or type(module.task) is not Classification
+            or "_class_weights" in block.entries
+        ):
             return None
         x, y = block.samples
         # Other precisions compute under autocast, or with scaled losses.
