@@ -506,7 +506,7 @@ class FederatedTrainer(Trainer):
         held = getattr(self, "datamodule", None) if datamodule is None else datamodule
         if model is not None and ckpt_path is not None and (held is None or is_of_site(ckpt_path)):
             file = str(present_checkpoint(self, ckpt_path))
-            return self._predict_saved(model, data, file, clients, return_predictions, held)
+            return self._predict_saved(cast(ClientModule, model), data, file, clients, return_predictions, held)
         federation = self.lightning_module if model is None else self._federation(model, datamodule, aggregator)
         if not isinstance(federation, Federation):
             raise MisconfigurationException("trainer.predict needs model=, as this Trainer has no federation yet.")
@@ -624,7 +624,7 @@ class FederatedTrainer(Trainer):
 
     def _evaluated(
         self,
-        model: ClientModule | None,
+        model: LightningModule | None,
         datamodule: FederatedDataModule | None,
         aggregator: Aggregator | None,
         ckpt_path: str | Path | None,
@@ -666,7 +666,7 @@ class FederatedTrainer(Trainer):
         # The same module as before: keep its federation, which has been trained.
         if isinstance(current, Federation) and current.client is model and aggregator is None:
             return current
-        federation = Federation(model, aggregator, self.rounds)
+        federation = Federation(cast(ClientModule, model), aggregator, self.rounds)
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
 

@@ -150,37 +150,12 @@ class Lit(LightningModule):
         return self.net(x)
 
 
-class Trained(Lit):
-    """One with its own optimizer."""
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
-class Stepped(Trained):
-    """One with its own loss too."""
-
-    def training_step(self, batch, batch_idx):
-        return 5 * nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize(("kind", "hooks"), [(Trained, []), (Stepped, ["training_step"])])
-@pytest.mark.parametrize("given", [lambda kind: kind, lambda kind: kind(), lambda kind: lambda *shape: kind()])
-def test_a_module_with_its_own_training_is_refused_with_the_way(kind, hooks, given):
-    with pytest.raises(MisconfigurationException) as refused:
-        FedAvg([plain, given(kind)], (FEATURES,), CLASSES).architectures()
-    words = [f"model.net={kind.__name__}", "configure_optimizers", f"{kind.__name__}(...).net", "subclass", *hooks]
-    assert all(word in str(refused.value) for word in words)
-    assert ("own training_step" in str(refused.value)) == bool(hooks)
-
-
 def test_a_module_of_lightning_s_without_its_own_training_is_a_net_as_any():
     class Fivefold(FedAvg):
         def training_step(self, batch, batch_idx):
             return 5 * nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     assert len(fit(make_client(net=Lit)).rows) == 3
-    # the way that the refusal tells
     net = Lit().net
     one, five = (fit(kind(net, (FEATURES,), CLASSES)).rows[0]["train/loss"] for kind in (FedAvg, Fivefold))
     assert five > 2 * one

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from pfl_lightning.engines.evaluation import measured_names
+from pfl_lightning.engines.evaluation import measured_names, names_logged
 from pfl_lightning.federation.federation import Federation
 
 
@@ -52,10 +52,14 @@ class BestCheckpoint(ModelCheckpoint):
         """
         federation = cast(Federation, pl_module)
         metric = federation.monitor.metric
-        names = measured_names(federation.engines[0].metrics, pooled=True)
+        names, client = measured_names(federation.engines[0].metrics, pooled=True), federation.client
+        source = f"{type(client).__name__}.configure_metrics has"
+        if client.measures_itself and metric not in names:
+            names += names_logged(client, federation.data)
+            source = f"{type(client.net).__name__} logs"
         if metric not in [*names, "loss"]:
             raise MisconfigurationException(
-                f"{type(federation.client).__name__}.configure_metrics has {', '.join(names) or 'nothing'} and no "
+                f"{source} {', '.join(names) or 'nothing'} and no "
                 f"{metric}, by which the best round is kept; name another by trainer.monitor, or set "
                 "trainer.enable_checkpointing=false."
             )

@@ -540,8 +540,8 @@ class ClientModule(LightningModule):
         net = next((each for each, own in owned if trained <= own), None)
         if net is None:
             raise MisconfigurationException(
-                f"model {type(self).__name__} trains parameters beside those of model.net={self.net.features.name} in "  # type: ignore[union-attr]
-                f"its phase {phase.name!r}, and {self.net.features.name}.configure_optimizers has none of them; leave "  # type: ignore[union-attr]
+                f"model {type(self).__name__} trains parameters beside those of model.net={self.net.features.name} in "
+                f"its phase {phase.name!r}, and {self.net.features.name}.configure_optimizers has none of them; leave "
                 "it out and set model.optimizer."
             )
         return restricted(self.configured(net), parameters, phase.name)

@@ -232,10 +232,10 @@ def check_own_training(module: ClientModule, samples: Samples) -> None:
         net.features(samples.x).refuse("features as vectors")
     if net.classifier.layer is None and (name := cut_at(module)):
         raise MisconfigurationException(
-            f"model {method} treats the output layer apart, and nothing says which one of {net.features.name} it is, as "
-            f"its forward doesn't take inputs of model.input_shape={tuple(module.hparams.get('input_shape', ()))}; name "
-            f"the layer `classifier` in {net.features.name}, set its example_input_array, or take a method of the whole "
-            f"model, such as FedAvg ({name} would be shared with all others)."
+            f"model {method} treats the output layer apart, and of {net.features.name} nothing says which layer it is, "
+            f"as its forward can't be tried on model.input_shape={tuple(module.hparams.get('input_shape', ()))}; name "
+            f"the layer `classifier`, set example_input_array, or take a method of the whole model, such as FedAvg "
+            f"({name} would be treated as all others)."
         )
     # a copy, as the module's own code may count its steps
     trial = copy.deepcopy(module).eval()

@@ -1,5 +1,6 @@
 """Evaluate a client, or the outputs of many clients at once."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional as F
@@ -34,7 +36,7 @@ from torchmetrics.classification import (
 from torchmetrics.utilities import dim_zero_cat
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import CHUNK, Samples
+from pfl_lightning.data import CHUNK, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.engines.client_metrics import Columns
 from pfl_lightning.internals.of_torchmetrics import count_updates
@@ -348,6 +350,25 @@ def own_values_of(
             with forward_context():
                 measurement.add(module(x), target, rows_in(target), index)
     return measurement.values()
+
+
+def names_logged(module: ClientModule, data: FederatedDataModule) -> list[str]:
+    """Return the names of the values that a LightningModule logs in a validation, by a trial on some samples.
+
+    Args:
+        module: the client module, whose net is the LightningModule; it stays as it is.
+        data: the clients' data; one at sites gives no names.
+    """
+    clients = [] if data.at_sites else range(data.num_clients)
+    client = next((client for client in clients if data.size(client, "train")), None)
+    if client is None:
+        return []
+    # a copy, as the module's own code may count its steps
+    trial = copy.deepcopy(module)
+    where = next(trial.parameters()).device
+    samples = data.part(client, "train").take(slice(2)).to(where, cast(torch.dtype, module.dtype))
+    with isolate_rng():
+        return list(own_values_of(trial, samples, nullcontext, "val"))
 
 
 def rows_at_once(task: Task, target: Tree) -> int:

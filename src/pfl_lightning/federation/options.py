@@ -185,8 +185,12 @@ class FederationOptions:
         metrics = metrics_of(client)
         names = measured_names(metrics, pooled=True)
         if name not in names:
+            own = ""
+            if client.measures_itself:
+                own = f", or name a value that {type(client.net).__name__} logs by data.task=OwnLoss(monitor={name!r}, "
+                own += "mode='max')"
             raise MisconfigurationException(
-                f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}."
+                f"trainer.monitor={self.monitor!r} is not measured; choose from {', '.join([*names, 'loss'])}{own}."
             )
         better = metrics[name].higher_is_better
         if better is None:

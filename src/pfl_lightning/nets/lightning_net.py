@@ -96,8 +96,8 @@ class Deferred:
                 f"{body.name}.training_step returned {type(returned).__name__} without a loss; return the loss of each "
                 "batch, or a dict with 'loss' in it."
             )
-        # values at other weights, such as pFedMe's, are no record of the training, and are wrapped by the transform that
-        # takes gradients there
+        # values at other weights, such as pFedMe's, are no record of the training, and belong to a transform that takes
+        # gradients
         return loss, logged.taken() if own else {}
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -199,8 +199,8 @@ class Place:
         if name.startswith("__"):
             raise AttributeError(name)
         raise MisconfigurationException(
-            f"a LightningModule in a federation has no trainer.{name}: its current_epoch is the round, and engines make "
-            "the steps; compute without it, or write a subclass of the client module, such as of FedAvg."
+            f"a LightningModule in a federation has no trainer.{name}: its current_epoch is the round, and engines "
+            "make the steps; compute without it, or write a subclass of the client module, such as of FedAvg."
         )
 
 
@@ -603,8 +603,9 @@ def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Mo
     numbers = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).view(2, *input_shape)
     example = module.example_input_array
     examples = [numbers, torch.zeros_like(numbers, dtype=torch.int64)] if example is None else [example]
+    calls: list[tuple[nn.Module, Any]] = []
     for x in examples:
-        calls: list[tuple[nn.Module, Any]] = []
+        calls.clear()
         hooks = [
             each.register_forward_hook(lambda each, _, result: calls.append((each, result)))
             for each in module.modules()

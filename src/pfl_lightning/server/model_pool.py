@@ -124,12 +124,12 @@ def mean_loss(model: Callable[[Any], Tensor], part: Samples, task: Task) -> floa
         task: the task.
     """
 
-    def loss(outputs: Any, target: Any) -> Tensor:
+    def loss_of(outputs: Any, target: Any) -> Tensor:
         if isinstance(outputs, Deferred):
             return outputs.loss(target)[0] * task.weight(target)
         return task.loss(outputs, target, "sum")
 
-    losses = [loss(model(x), y).double() for x, y in part.chunks()]
+    losses = [loss_of(model(x), y).double() for x, y in part.chunks()]
     # the number of targets, not of samples: a text has several, and targets to be ignored don't count
     loss = float(torch.stack(losses).sum()) / max(int(task.weight(part.y)), 1)
     return math.inf if math.isnan(loss) else loss

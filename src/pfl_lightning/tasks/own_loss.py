@@ -34,8 +34,8 @@ class OwnLoss(Task):
             MisconfigurationException: always.
         """
         raise MisconfigurationException(
-            f"task {self} has no loss of a net's outputs, which method, server or a callback computes: the loss is that "
-            "of a training_step; give a LightningModule as model.net, and take a method of loss and weights, such as "
+            f"task {self} has no loss of a net's outputs, which method, server or a callback computes: the loss is of "
+            "a training_step; give a LightningModule as model.net, and take a method of loss and weights, such as "
             "FedAvg, FedPer or Ditto, or give data with another task, such as Regression()."
         )
 
