@@ -533,7 +533,7 @@ class ClientModule(LightningModule):
             return self.optimizer(parameters)
         if not self._is_own("configure_optimizers"):
             return restricted(self.configured(), parameters, phase.name)
-        # the net, or a copy of it with weights of its own, such as a personal one
+        # the net, or a copy with weights of its own, such as a personal one
         nets = [each for each in self.modules() if isinstance(each, LightningNet)]
         owned = [(each, {id(parameter) for parameter in each.parameters()}) for each in nets]
         trained = {id(parameter) for parameter in parameters}
@@ -566,7 +566,7 @@ class ClientModule(LightningModule):
         return own or "configure_optimizers" in vars(self) or self._is_own("configure_optimizers")
 
     def _is_own(self, hook: str) -> bool:
-        """Return whether the net is a LightningModule with a hook of its own, and this class has none.
+        """Return whether a hook is the net's, a LightningModule's, and not this class's own.
 
         Args:
             hook: the hook's name.
@@ -575,7 +575,7 @@ class ClientModule(LightningModule):
         return not overridden and isinstance(self.net, LightningNet) and self.net.features.has(hook)
 
     def place(self, stage: str) -> Place:
-        """Return the stand-in for the Trainer of a LightningModule that is the net.
+        """Return the stand-in for the Trainer, for a LightningModule as the net.
 
         Args:
             stage: ``train``, ``validate`` or ``test``.
@@ -584,7 +584,7 @@ class ClientModule(LightningModule):
 
     @property
     def measures_itself(self) -> bool:
-        """Whether evaluations take values that a LightningModule logs, the net or a copy of it."""
+        """Whether evaluations take the values logged by a LightningModule, the net or a copy."""
         if not isinstance(self.net, LightningNet):
             return False
         return isinstance(self.task, OwnLoss) or any(map(self.net.features.has, ("validation_step", "test_step")))
@@ -868,7 +868,7 @@ def first_of(net: Any) -> Any:
 
 
 def check_own(net: LightningNet, optimizer: Any, lr_scheduler: Any) -> None:
-    """Refuse settings that a LightningModule's own training passes over.
+    """Refuse settings without effect beside a LightningModule's own training.
 
     Args:
         net: the client module's net.

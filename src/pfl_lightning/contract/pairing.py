@@ -217,7 +217,7 @@ def check_requirements(client: ClientModule, aggregator: Aggregator) -> None:
 
 
 def check_own_training(module: ClientModule, samples: Samples) -> None:
-    """Refuse a method that computes with more of a LightningModule than its loss and weights.
+    """Refuse a method with a need of more than a LightningModule's loss and weights.
 
     Args:
         module: the client module, whose net is the LightningModule; it stays as it is.
@@ -255,7 +255,7 @@ def check_own_training(module: ClientModule, samples: Samples) -> None:
 
 
 def cut_at(module: ClientModule) -> str | None:
-    """Return the first parameter that a method would treat otherwise if it were the output layer's; None without one.
+    """Return the first parameter whose treatment would differ in an output layer; None without one.
 
     Args:
         module: the client module, whose net has an unknown output layer.

@@ -334,7 +334,7 @@ def evaluate(
 def own_values_of(
     module: ClientModule, samples: Samples, forward_context: Callable[[], AbstractContextManager[None]], split: str
 ) -> dict[str, float]:
-    """Return what a LightningModule logs in its own evaluation of a client's samples, and its loss.
+    """Return the values logged by a LightningModule in an evaluation of a client's samples, and the loss.
 
     Args:
         module: the client module, whose net is the LightningModule.
@@ -353,7 +353,7 @@ def own_values_of(
 
 
 def names_logged(module: ClientModule, data: FederatedDataModule) -> list[str]:
-    """Return the names of the values that a LightningModule logs in a validation, by a trial on some samples.
+    """Return the names of the values logged by a LightningModule in a validation, by a trial on some samples.
 
     Args:
         module: the client module, whose net is the LightningModule; it stays as it is.

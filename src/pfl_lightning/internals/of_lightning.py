@@ -63,7 +63,7 @@ def continue_run(logger: CSVLogger | TensorBoardLogger | WandbLogger, version: s
 
 @contextmanager
 def attached(module: LightningModule, trainer: Any, log: Callable[..., None]) -> Iterator[None]:
-    """Give a LightningModule an object in place of its Trainer, and a function in place of its ``log``, for a while.
+    """Replace a LightningModule's Trainer and ``log`` inside this context.
 
     The public setter of ``trainer`` takes Trainers alone.
 

@@ -1,4 +1,4 @@
-"""Networks that are LightningModules with a training step, metrics or an optimizer of their own."""
+"""LightningModules with a training step, metrics or an optimizer of their own, as networks of clients."""
 
 import inspect
 import re
@@ -38,11 +38,11 @@ REDUCED = (None, "mean", "default", torch.mean)
 
 
 class NeedsOutputs(MisconfigurationException):
-    """A method computes with features or outputs of a batch, of which a LightningModule's own loss is all there is."""
+    """A method computes with features or outputs of a batch, and a LightningModule gives the loss alone."""
 
 
 class Deferred:
-    """Stands for the features or outputs of a batch where a LightningModule computes its loss by itself.
+    """A stand-in for the features or outputs of a batch where a LightningModule computes the loss by itself.
 
     A method may hand it to its net's classifier and to the task's loss. Any other use is refused.
 
@@ -57,7 +57,7 @@ class Deferred:
         self.body, self.x, self.output, self.weights = body, x, output, weights
 
     def call(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        """Return the result of a function of the module, with the weights that were in place at the calls.
+        """Return the result of a function of the module, at the weights of the moment of the calls.
 
         Args:
             run: the function.
@@ -66,6 +66,7 @@ class Deferred:
             The result, and whether these weights are the module's own.
         """
         pair = Pair(self.body, self.output)
+        # the usual case; functional_call takes as long as a small net's step
         if all(self.weights[name] is entry for name, entry in entries_of(pair).items()):
             return run(), True
         return functional_call(pair, self.weights, (run,)), False
@@ -73,7 +74,7 @@ class Deferred:
     def loss(
         self, target: Any, place: "Place | None" = None, batch_idx: int = 0, resets: bool = True
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the module's ``training_step`` on the batch, and the values that it logged.
+        """Return the loss of the module's ``training_step`` on the batch, and the logged values.
 
         Args:
             target: the batch's targets.
@@ -132,7 +133,7 @@ class Deferred:
 
 
 def refused(use: str) -> Callable[..., NoReturn]:
-    """Return an operator that refuses its use.
+    """Return an operator for the refusal of each use.
 
     Args:
         use: the operator's name.
@@ -196,6 +197,7 @@ class Place:
         self.training, self.validating, self.testing = stage == "train", stage == "validate", stage == "test"
 
     def __getattr__(self, name: str) -> NoReturn:
+        # copying and pickling look for hooks such as __deepcopy__, which aren't there
         if name.startswith("__"):
             raise AttributeError(name)
         raise MisconfigurationException(
@@ -205,7 +207,7 @@ class Place:
 
 
 class Logged:
-    """Values that a LightningModule logs: of one batch, or of the batches of an evaluation.
+    """The values logged by a LightningModule for one batch, or for the batches of an evaluation.
 
     Args:
         keeps_metrics: whether metrics are computed at the end, over all batches.
@@ -234,6 +236,7 @@ class Logged:
                 f"self.log({name!r}, reduce_fx={kwargs['reduce_fx']!r}): clients record means over batches; leave it "
                 "out, or log a metric of torchmetrics."
             )
+        # the mean of a metric over batches is not the metric of all rows
         if isinstance(value, Metric) and self.keeps_metrics:
             self.metrics[name] = value
             return
@@ -241,13 +244,13 @@ class Logged:
         self.values.setdefault(name, []).append((self.rows, torch.as_tensor(value).detach().squeeze()))
 
     def taken(self) -> dict[str, Tensor]:
-        """Return the value of each name, means weighted by rows where there are several batches."""
+        """Return the value of each name: the mean over batches, weighted by rows."""
         found = {name: weighted(pairs) for name, pairs in self.values.items()}
         return found | {name: metric.compute() for name, metric in self.metrics.items()}
 
 
 class Measurement:
-    """Values that a LightningModule logs in an evaluation of several batches, and its loss.
+    """The values logged by a LightningModule in an evaluation of several batches, and the loss.
 
     Args:
         split: ``val`` or ``test``.
@@ -273,6 +276,7 @@ class Measurement:
         step, epoch = hooks_of(body, self.split)
         if self._body is None:
             self._body, self._output = body, deferred.output
+            # of the client before
             body.forget()
             self._hook(f"{epoch}_start")
         returned = None
@@ -287,7 +291,7 @@ class Measurement:
             self.losses.append((rows, loss.detach()))
 
     def values(self) -> dict[str, float]:
-        """Return the values by name, without the prefixes of splits, ``loss`` among them.
+        """Return the values by name, without the prefixes of splits, including ``loss``.
 
         Raises:
             MisconfigurationException: if a value is no number.
@@ -306,7 +310,7 @@ class Measurement:
         return {name: float(value) for name, value in found.items()}
 
     def _hook(self, hook: str) -> None:
-        """Call a hook of the module around an evaluation, if it has one."""
+        """Call a hook of the module around an evaluation, if overridden."""
         body = cast(Body, self._body)
         if body.has(hook):
             with body.whole(self._output) as module, attached(module, self.place, self.logged.log):
@@ -314,7 +318,7 @@ class Measurement:
 
 
 def hooks_of(body: "Body", split: str) -> tuple[str, str]:
-    """Return the names of a LightningModule's step of an evaluation, empty without one, and of its hooks around it.
+    """Return the names of a LightningModule's evaluation step, empty without one, and of the hooks around the step.
 
     Args:
         body: the LightningModule.
@@ -338,7 +342,7 @@ def own_name(name: str) -> str:
 
 
 def weighted(pairs: list[tuple[int, Tensor]]) -> Tensor:
-    """Return the mean of values of batches, weighted by rows; that of one batch to the last digit.
+    """Return the mean of values of batches, weighted by rows; a single value is unchanged.
 
     Args:
         pairs: rows and value of each batch.
@@ -348,7 +352,7 @@ def weighted(pairs: list[tuple[int, Tensor]]) -> Tensor:
 
 
 class Body(nn.Module):
-    """A LightningModule without its output layer, which has another place in the net.
+    """A LightningModule without the output layer, which has another place in the net.
 
     Inside `run` the module is whole again: its own code sees all its layers where it has put them.
 
@@ -365,8 +369,10 @@ class Body(nn.Module):
         self.name, self.method = type(module).__name__, "ClientModule"
         # set while losses are asked for instead of outputs, see `deferring`
         self.place: Place | None = None
+        # a layer may have several names, and its weights shall have one: methods share one part of a net, not the other
         places = [path for path, each in module.named_modules(remove_duplicate=False) if layer and each is layer]
         blank = nn.Identity()
+        # a plain list: registered modules would give the layer's weights a second name again
         self.places = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in places]
         self.blank = blank
         for parent, key in self.places:
@@ -385,7 +391,7 @@ class Body(nn.Module):
         return overrides(self.module, hook)
 
     def forward(self, x: Any) -> Deferred:
-        """Return what stands for the features of a batch.
+        """Return the stand-in for the features of a batch.
 
         Args:
             x: the batch's inputs.
@@ -394,12 +400,13 @@ class Body(nn.Module):
 
     @contextmanager
     def whole(self, output: "Output | None") -> Iterator[LightningModule]:
-        """Yield the LightningModule with its output layer in place.
+        """Yield the LightningModule with the output layer in place.
 
         Args:
             output: the output layer.
         """
         layer = None if output is None else output.layer
+        # unknown, so that nothing was taken out
         if layer is None:
             yield self.module
             return
@@ -426,6 +433,7 @@ class Body(nn.Module):
         """
         with self.whole(output) as module, attached(module, place, logged.log):
             function = getattr(module, hook)
+            # as under Lightning, where a step may leave out `batch_idx`
             takes = len(inspect.signature(function).parameters)
             return function(*(own_batch(*batch), batch_idx)[:takes])
 
@@ -447,7 +455,7 @@ class Output(nn.Module):
         self.layer = layer
 
     def forward(self, features: Deferred) -> Deferred:
-        """Return what stands for the outputs of a batch.
+        """Return the stand-in for the outputs of a batch.
 
         Args:
             features: the result of `Body.forward`.
@@ -475,7 +483,7 @@ def deferring(module: nn.Module, place: Place) -> Iterator[None]:
 
 
 class LightningNet(Net):
-    """A LightningModule as a net: its output layer is the classifier, and all other layers are the features.
+    """A LightningModule as a net: the output layer is the classifier, and all other layers are the features.
 
     Training asks the module's own ``training_step`` for the loss of a batch; the net's parts give a `Deferred`, which
     the task's loss takes. Called as a whole, the net gives the module's outputs.
@@ -492,7 +500,7 @@ class LightningNet(Net):
         super().__init__(Body(module, layer), Output(layer))
 
     def forward(self, x: Any) -> Any:
-        """Return the module's outputs, by its ``predict_step`` where a batch has no target.
+        """Return the module's outputs, by ``predict_step`` for a batch without a target.
 
         Args:
             x: inputs.
@@ -501,6 +509,7 @@ class LightningNet(Net):
         if body.place is not None:
             return self.classifier(body(x))
         with body.whole(self.classifier) as module:
+            # forward may take a part of such a batch
             if not isinstance(x, Tensor) and body.has("predict_step"):
                 return module.predict_step(*(x, 0)[: len(inspect.signature(module.predict_step).parameters)])
             return module(x)
@@ -525,7 +534,7 @@ class LightningNet(Net):
 
 
 def own_batch(x: Any, target: Any) -> Any:
-    """Return a batch as a LightningModule's own data loader gives it.
+    """Return a batch in the form of a LightningModule's own data loader.
 
     Args:
         x: inputs, or a whole batch.
@@ -546,7 +555,7 @@ def overrides(module: LightningModule, hook: str) -> bool:
 
 
 def trains_itself(module: nn.Module) -> bool:
-    """Return whether a module is a LightningModule with a training step or an optimizer of its own.
+    """Return whether a module is a LightningModule with own training step or optimizer.
 
     Args:
         module: any module.
@@ -592,14 +601,16 @@ def lightning_net(module: LightningModule, input_shape: tuple[int, ...]) -> Ligh
 
 
 def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Module | None:
-    """Return a LightningModule's output layer; None if it is unknown. See `lightning_net`.
+    """Return a LightningModule's output layer, or None if unknown; see `lightning_net`.
 
     Args:
         module: the LightningModule.
         input_shape: shape of one input, without the batch.
     """
+    # the user's word goes before any guess
     if isinstance(named := getattr(module, "classifier", None), nn.Module):
         return named
+    # no random numbers, as for any other net
     numbers = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).view(2, *input_shape)
     example = module.example_input_array
     examples = [numbers, torch.zeros_like(numbers, dtype=torch.int64)] if example is None else [example]
@@ -621,6 +632,7 @@ def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Mo
         finally:
             for hook in hooks:
                 hook.remove()
+        # a log_softmax or a sigmoid may follow the last layer, as the parts are never called by themselves
         exact = [each for each, result in calls if result is outputs]
         leaves = [each for each, _ in calls if not any(True for _ in each.children())]
         return exact[0] if exact else leaves[-1] if leaves else None

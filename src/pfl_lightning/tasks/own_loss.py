@@ -1,4 +1,4 @@
-"""The task of a LightningModule with its own loss, on samples of any form."""
+"""The task of a LightningModule with a loss of its own, on samples of any form."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -12,7 +12,7 @@ from pfl_lightning.tasks.base import Reduction, Task
 
 @dataclass(frozen=True)
 class OwnLoss(Task):
-    """The task of a LightningModule: the loss of its ``training_step``, and what its ``validation_step`` logs.
+    """The task of a LightningModule: the loss of ``training_step``, and the values logged by ``validation_step``.
 
     Nothing is known of targets, so that no method or partitioner tells samples apart by class; for a classifier, take
     `Classification`, under which the module's own loss and values count too.
@@ -40,7 +40,7 @@ class OwnLoss(Task):
         )
 
     def configure_metrics(self) -> MetricCollection:
-        """Return no metrics: values are those that the module logs."""
+        """Return no metrics, as the module logs values by itself."""
         return MetricCollection({})
 
     def check(self, target: Any, owner: str) -> None:

@@ -12,6 +12,7 @@ from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import OwnLoss, Task
+from pfl_lightning.tasks.plain import plain
 
 RESIDENT = 2**30
 """Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
@@ -82,7 +83,9 @@ class OwnedData(FederatedDataModule):
         Args:
             x: some inputs of the pool, shape [n, ...].
         """
-        if isinstance(self._task, OwnLoss):
+        # data made from a checkpoint's entry have no task, only its plain values
+        saved = self._saved.get("task", {}).get("class_path")
+        if isinstance(vars(self).get("_task"), OwnLoss) or saved == plain(OwnLoss())["class_path"]:
             # a LightningModule's own steps take batches as its data loader gives them
             return x
         return tree_map(lambda t: single(net_inputs(t)), x)
