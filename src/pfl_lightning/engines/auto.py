@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -10,25 +9,23 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
-from torch import Tensor, distributed
+from torch import distributed
 
-from pfl_lightning.client import ClientModule, Phase
+from pfl_lightning.client import Phase
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.data.trees import Tree, rows_in
+from pfl_lightning.data.trees import rows_in
 from pfl_lightning.engines import threads
 from pfl_lightning.engines.base import Engine, Job, LocalWork, Outcome
 from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.processes import Processes
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.threads import cores
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised, outputs_of
 from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.messages import tensors
 from pfl_lightning.nets.batch_norm import smallest_batch
-from pfl_lightning.nets.lightning_net import LightningNet
 
 PARAMETERS = 50_000
 OUTPUTS = 20_000
@@ -153,14 +150,9 @@ class Auto(Engine):
     @torch.no_grad()
     def _outputs(self, part: Samples) -> int:
         """Return the number of output values of all layers for one sample."""
-        x = part.take(slice(1)).x
         self.set_mode(training=False)
         with self.forward_context():
-            net: Any = self.module.net
-            if isinstance(net, LightningNet) and not isinstance(x, Tensor):
-                # its forward may take a part of a batch, so that only a training step is known to run
-                net = partial(own_step, self.module, part.take(slice(1)).y)
-            return sum(tensor.numel() for tensor in tensors(outputs_of(net, x)))
+            return sum(tensor.numel() for tensor in tensors(outputs_of(self.module, part.take(slice(1)))))
 
     def _adapters_together(self, part: Samples, outputs: int) -> int:
         """Return the number of clients whose adapters `Merged` trains together; 0 for a net that it can't take.
@@ -220,18 +212,6 @@ class Auto(Engine):
             )
             reason += f", and {other} {TOGETHER} clients a step"
         rank_zero_info(f"trainer.engine='auto' takes {type(engine).__name__.lower()}: {reason}.")
-
-
-def own_step(module: ClientModule, target: Tree, x: Tree) -> None:
-    """Compute a training step without effect.
-
-    Args:
-        module: the client module.
-        target: targets.
-        x: inputs.
-    """
-    module.phase = module.local_phases()[0]
-    step_values(module, (x, target), 0)
 
 
 def clients_a_step(sizes: NDArray[np.int64], work: LocalWork, smallest: int) -> float:

@@ -6,18 +6,18 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
-from pfl_lightning.data import ClientData
+from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.memory import free_memory
-from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import Engine, Job, Outcome
 from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout
+from pfl_lightning.engines.steps import Layout, step_values
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
@@ -26,6 +26,7 @@ from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.merged import Merged
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
+from pfl_lightning.nets.lightning_net import Deferred, LightningNet
 
 __all__ = ["Unvectorisable", "Vectorised"]
 
@@ -145,7 +146,7 @@ class Vectorised(Engine):
         """Return the number of clients for half of the free memory, judged by a forward pass of one."""
         part = self.become(job).train
         with torch.no_grad(), self.forward_context():
-            outputs = outputs_of(self.module.net, part.take(slice(self.work.batch_size)).x)
+            outputs = outputs_of(self.module, part.take(slice(self.work.batch_size)))
         entries = sum(tensor.nbytes for tensor in slots.current().values())
         # Five copies per entry: value, gradient, two of the optimizer's, and a temporary one. Outputs have gradients
         # too.
@@ -217,14 +218,20 @@ class Vectorised(Engine):
         return self.evaluator.evaluate(members, entries, slots)
 
 
-def outputs_of(net: nn.Module, x: Tree) -> list[Any]:
-    """Return the outputs of all modules of a net.
+def outputs_of(module: ClientModule, samples: Samples) -> list[Any]:
+    """Return the outputs of all parts of a client module's net.
 
     Args:
-        net: the net.
-        x: the inputs.
+        module: the client module.
+        samples: some samples.
     """
     outputs: list[Any] = []
     with register_module_forward_hook(lambda module, args, output: outputs.append(output)):
-        net(x)
-    return outputs
+        if isinstance(module.net, LightningNet) and not isinstance(samples.x, Tensor):
+            # its forward may take a part of a batch, so that only a training step is known to run
+            module.phase = module.local_phases()[0]
+            step_values(module, (samples.x, samples.y), 0)
+        else:
+            module.net(samples.x)
+    # stand-ins for features and outputs are no tensors
+    return [output for output in outputs if not isinstance(output, Deferred)]
