@@ -42,6 +42,7 @@ from pfl_lightning.messages import Message, StateDict, digest, tree_map
 from pfl_lightning.nets import CNN, Net, NetFactory
 from pfl_lightning.nets.any_module import as_net
 from pfl_lightning.nets.base import ModuleFactory, checked_list, checked_net
+from pfl_lightning.nets.inputs import InputShape
 from pfl_lightning.nets.lightning_net import Deferred, LightningNet, Place, deferring, trains_itself
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import as_call, check_choices, live
@@ -97,7 +98,8 @@ class ClientModule(LightningModule):
             `cut_net`. A list gives clients different networks, for methods that share only what all have in common.
         assign_nets: deals out a list of networks: ``turn`` gives client i network i modulo their number; ``block``
             gives the first clients the first network, the next ones the second, in blocks of equal size.
-        input_shape: shape of one sample, without the batch. The command line takes it and the task from the data.
+        input_shape: shape of one sample, without the batch. The command line takes it and the task from the data. For
+            inputs of several tensors, such as dicts, ``data.input_shape`` has an example, by which any module is cut.
         num_classes: number of classes, where the task is classification.
         optimizer: builds the local optimizer from the trained parameters; unused where a subclass overrides
             `configure_optimizers`.
@@ -205,7 +207,8 @@ class ClientModule(LightningModule):
         # a checkpoint is loaded with `weights_only=True`, which refuses functions and classes
         for name in live(self.hparams):
             del self.hparams[name]
-        self.hparams.update(hparams(self.task))
+        shape = InputShape.of(input_shape)
+        self.hparams.update(hparams(self.task), input_shape=shape.plain())
         self.nets = checked_list(net)
         check_choices(
             "model",
@@ -214,7 +217,7 @@ class ClientModule(LightningModule):
             assign_nets=(assign_nets, ("turn", "block")),
         )
         self.assign_nets = assign_nets
-        self._build = partial(self.nets[self._architecture], tuple(input_shape), self.task.outputs)
+        self._build = partial(self.nets[self._architecture], shape, self.task.outputs)
         self.net = self.new_net()
         weighs = isinstance(self.task, Classification) and self.task.class_weights is not None
         # a buffer: clients' weights differ, and engines give each client its own buffers
@@ -244,6 +247,11 @@ class ClientModule(LightningModule):
                 f"task.class_weights={self.task.class_weights!r} has no effect, as model.net={self.net.features.name} "  # type: ignore[attr-defined]
                 "computes its own loss; leave it out, and weight classes in training_step."
             )
+
+    @property
+    def input_shape(self) -> InputShape:
+        """Shape of one input, with an example of inputs of several tensors."""
+        return InputShape.of(self.hparams["input_shape"])
 
     @property
     def num_classes(self) -> int:
@@ -713,7 +721,10 @@ class ClientModule(LightningModule):
                 ".pt2."
             )
         # two rows: one would be taken for a constant
-        example = torch.zeros(2, *self.hparams["input_shape"], device=self.device, dtype=cast(torch.dtype, self.dtype))
+        shape = self.input_shape
+        example = torch.zeros(2, *shape, device=self.device, dtype=cast(torch.dtype, self.dtype))
+        if shape.example is not None:
+            example = tree_map(lambda t: t.to(self.device), shape.example)
         # frozen, as TorchScript takes no parameters for constants that could still be trained
         model = Forward(copy.deepcopy(self).eval().requires_grad_(False)).eval()
         try:
@@ -721,9 +732,12 @@ class ClientModule(LightningModule):
                 # TorchScript is deprecated, and there are programs that read nothing else
                 warnings.simplefilter("ignore")
                 if kind == ".ts":
-                    torch.jit.trace(model, example).save(str(path))  # type: ignore[no-untyped-call]
+                    # a tuple would be several arguments
+                    traced = torch.jit.trace(model, (example,), strict=isinstance(example, Tensor))  # type: ignore[no-untyped-call]
+                    traced.save(str(path))
                     return
-                rows = {0: torch.export.Dim("n", min=1)}
+                n = torch.export.Dim("n", min=1)
+                rows = tree_map(lambda _: {0: n}, example)
                 program = torch.export.export(model, (example,), dynamic_shapes=(rows,))
                 if kind == ".pt2":
                     torch.export.save(program, str(path))

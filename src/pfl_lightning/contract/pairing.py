@@ -233,7 +233,7 @@ def check_own_training(module: ClientModule, samples: Samples) -> None:
     if net.classifier.layer is None and (name := cut_at(module)):
         raise MisconfigurationException(
             f"model {method} treats the output layer apart, and of {net.features.name} nothing says which layer it is, "
-            f"as its forward can't be tried on model.input_shape={tuple(module.hparams.get('input_shape', ()))}; name "
+            f"as its forward can't be tried on model.input_shape={tuple(module.input_shape)}; name "
             f"the layer `classifier`, set example_input_array, or take a method of the whole model, such as FedAvg "
             f"({name} would be treated as all others)."
         )
@@ -322,7 +322,7 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     except (MisconfigurationException, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        built, given = tuple(module.hparams.get("input_shape", ())), tuple(data.input_shape)
+        built, given = tuple(module.input_shape), tuple(data.input_shape)
         if isinstance(error, RuntimeError) and built != given:
             raise MisconfigurationException(
                 f"model.input_shape={built}, and samples of {type(data).__name__} are {given}, which {name} can't "

@@ -50,7 +50,7 @@ def settings_told(
     metrics = metrics_of(client)
     settings = {
         "model": type(client).__name__,
-        "model.input_shape": list(client.hparams.get("input_shape", ())),
+        "model.input_shape": list(client.input_shape),
         "model.task": type(client.task).__name__,
         **client_settings(modules, local),
         "model.metrics": [f"{name}: {type(metrics[name]).__name__}" for name in measured_names(metrics)],

@@ -94,7 +94,7 @@ class FedClassAvg(FedAvg):
             raise MisconfigurationException(
                 f"model.tau={tau} and model.base_tau={base_tau} must be above 0, such as 0.07 both."
             )
-        reader, input_shape = "contrastive" if contrastive else "views", self.hparams["input_shape"]
+        reader, input_shape = "contrastive" if contrastive else "views", self.input_shape
         if (contrastive or views) and (len(input_shape) != 3 or input_shape[0] not in (1, 3)):
             raise MisconfigurationException(
                 f"model.{reader}=true takes random views of images with 1 or 3 channels, not of "

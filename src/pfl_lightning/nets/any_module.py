@@ -1,12 +1,13 @@
 """Cut any PyTorch module into a feature extractor and a classifier."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.inputs import Spread, called, candidates, refusal, way_of
 from pfl_lightning.nets.lightning_net import lightning_net, trains_itself
 from pfl_lightning.nets.modes import kept_modes
 
@@ -22,8 +23,10 @@ def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | N
     Linear(in_features=8, out_features=3, bias=True)
 
     Args:
-        module: any module that maps one tensor of inputs ``[n, *input_shape]`` to outputs ``[n, ...]``.
-        input_shape: shape of one sample, without the batch.
+        module: any module that maps inputs ``[n, *input_shape]`` to outputs ``[n, ...]``; for inputs of several tensors
+            its ``forward`` takes a dict's by their names, a tuple's by their places, or the whole.
+        input_shape: shape of one sample, without the batch; the data's own, ``data.input_shape``, has an example of
+            inputs of several tensors.
         classifier: dotted name of the module's output layer, such as ``fc`` or ``classifier.6``. None takes the
             innermost layer with parameters whose output is the module's output.
 
@@ -40,6 +43,9 @@ def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | N
     with kept_modes(module), torch.no_grad():
         module.eval()
         x, outputs, last = traced(module, input_shape)
+        way = way_of(module, x)
+        # a model of transformers gives more than a tensor
+        is_plain = way == "one" and isinstance(module(x), Tensor)
         if classifier is None and not layers:
             return Net(nn.Identity(), module)
         if classifier is None and not last:
@@ -53,7 +59,7 @@ def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | N
         names = [other for other, layer in module.named_modules(remove_duplicate=False) if layer is head]
         for other in names:
             module.set_submodule(other, nn.Identity())
-        net = Net(module, head)
+        net = Net(module if is_plain else Spread(module, way), head)
         if not same_outputs(net, x, outputs):
             for other in names:
                 module.set_submodule(other, head)
@@ -102,7 +108,7 @@ def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) ->
     return net
 
 
-def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any, list[str]]:
+def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Any, Any, list[str]]:
     """Call a module once; return the inputs, the outputs, and the names of the layers that return these very outputs.
 
     Layers without parameters are left out; inner layers come before outer ones.
@@ -112,7 +118,7 @@ def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any
         input_shape: shape of one sample, without the batch.
 
     Raises:
-        MisconfigurationException: if the module raises an error for numbers as well as for indices.
+        MisconfigurationException: if the module raises an error for the example, or for numbers as well as for indices.
     """
     calls: list[tuple[str, Any]] = []
     hooks = [
@@ -120,14 +126,13 @@ def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any
         for path, layer in module.named_modules()
         if path and any(True for _ in layer.parameters())
     ]
-    # no random numbers: the weights of further layers mustn't depend on this call
-    numbers = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).view(2, *input_shape)
     problem: Exception | None = None
+    tried = candidates(input_shape)
     try:
-        for x in (numbers, torch.zeros_like(numbers, dtype=torch.int64)):
+        for x in tried:
             calls.clear()
             try:
-                outputs = module(x)
+                outputs = called(module, x, way_of(module, x))
             except Exception as error:
                 problem = problem or error
                 continue
@@ -135,14 +140,10 @@ def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any
     finally:
         for hook in hooks:
             hook.remove()
-    raise MisconfigurationException(
-        f"model.net={type(module).__name__} can't be called with inputs of shape {list(numbers.shape)}, two samples of "
-        f"model.input_shape={tuple(input_shape)} ({type(problem).__name__}: {' '.join(str(problem).split())[:160]}); "
-        "give input_shape=data.input_shape, and a net for this shape"
-    ) from problem
+    raise refusal(module, tried[0], input_shape, cast(Exception, problem)) from problem
 
 
-def same_outputs(net: Any, x: Tensor, outputs: Any) -> bool:
+def same_outputs(net: Any, x: Any, outputs: Any) -> bool:
     """Return whether the classifier of a net's features gives the outputs.
 
     Args:
@@ -155,4 +156,5 @@ def same_outputs(net: Any, x: Tensor, outputs: Any) -> bool:
     # parts that don't fit together, which the whole module may join by operations in between
     except Exception:
         return False
-    return isinstance(found, Tensor) and found.shape == outputs.shape and torch.allclose(found, outputs)
+    same_kind = isinstance(found, Tensor) and isinstance(outputs, Tensor) and found.shape == outputs.shape
+    return same_kind and torch.allclose(found, outputs, equal_nan=True)

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from pfl_lightning.internals.of_lightning import attached
 from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.inputs import called, candidates, way_of
 from pfl_lightning.nets.modes import kept_modes
 
 TRAINING = ("training_step", "configure_optimizers")
@@ -610,10 +611,9 @@ def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Mo
     # the user's word goes before any guess
     if isinstance(named := getattr(module, "classifier", None), nn.Module):
         return named
-    # no random numbers, as for any other net
-    numbers = torch.linspace(-1, 1, 2 * torch.Size(input_shape).numel()).view(2, *input_shape)
     example = module.example_input_array
-    examples = [numbers, torch.zeros_like(numbers, dtype=torch.int64)] if example is None else [example]
+    # forward may take a part of a batch, most often the first one
+    examples = [*candidates(input_shape), *candidates(tuple(input_shape))] if example is None else [example]
     calls: list[tuple[nn.Module, Any]] = []
     for x in examples:
         calls.clear()
@@ -625,7 +625,7 @@ def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Mo
         try:
             with kept_modes(module), torch.no_grad():
                 module.eval()
-                outputs = module(*x) if isinstance(x, tuple) else module(**x) if isinstance(x, dict) else module(x)
+                outputs = called(module, x, way_of(module, x))
         # inputs of another kind: the layer stays unknown, and methods that need it say so
         except Exception:
             continue

@@ -4,13 +4,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pfl_lightning.data.datamodule import DataSettings
+from pfl_lightning.data.datamodule import DataSettings, net_inputs
 from pfl_lightning.data.files import read_array
 from pfl_lightning.data.samples import Loaded
-from pfl_lightning.data.sources.base import OwnedData, targets_of
-from pfl_lightning.data.trees import Tree, leaves_of, read, with_leaves
+from pfl_lightning.data.sources.base import OwnedData, single, targets_of
+from pfl_lightning.data.trees import Tree, leaves_of, mapped, read, with_leaves
+from pfl_lightning.messages import tree_map
+from pfl_lightning.nets.inputs import InputShape
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
@@ -89,14 +92,18 @@ def opened(name: str, values: Any) -> Any:
     return read_array(Path(values), f"data.{name}={str(values)!r}")
 
 
-def shape_of(x: Tree) -> tuple[int, ...]:
-    """Return the shape of one input; of the first leaf in a tree.
+def shape_of(x: Tree) -> InputShape:
+    """Return the shape of one input; of a tree, the shape of the first leaf, with two of the inputs as an example.
 
     Args:
         x: the inputs.
     """
-    leaf = next(leaves_of(x), None)
-    if leaf is None or not len(leaf):
+    leaves = list(leaves_of(x))
+    if not leaves or not len(leaves[0]):
         raise MisconfigurationException("data.x has no samples; give at least one")
-    shape = leaf.shape if hasattr(leaf, "shape") else read(leaf, slice(0, 1)).shape
-    return tuple(int(size) for size in shape[1:])
+    if x is leaves[0]:
+        shape = x.shape if hasattr(x, "shape") else read(x, slice(0, 1)).shape
+        return InputShape(int(size) for size in shape[1:])
+    # twice the first where there is only one: a batch of one could be taken for a constant
+    rows = torch.tensor([0, min(1, len(leaves[0]) - 1)])
+    return InputShape.like(tree_map(lambda leaf: single(net_inputs(leaf)), mapped(x, lambda leaf: read(leaf, rows))))
