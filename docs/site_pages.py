@@ -17,11 +17,9 @@ import gallery
 import ideas
 from sphinx.application import Sphinx
 
-import pfl_lightning
 from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
-PACKAGE = Path(pfl_lightning.__file__).parent
 ROOMS = {
     "pfl_lightning": "Trainer, client module and aggregator: the base of all else",
     "pfl_lightning.data": "Clients and their samples: data sets, sources, partitioners, preprocessing",
@@ -180,7 +178,7 @@ def section(method: Method, row: dict[str, str]) -> str:
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     rest = ("weighs by samples", "needs", "different nets")
-    config = PACKAGE / "configs" / "methods" / f"{method.file}.yaml"
+    config = HERE.parent / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
         ideas.picture(method.name, row),
         f"Paper: [{paper}]({url})\n" if paper else "",

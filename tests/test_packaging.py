@@ -1,7 +1,9 @@
 """What a release is made of."""
 
+import importlib
 import re
 import shutil
+import subprocess
 from configparser import ConfigParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -34,10 +36,46 @@ def setup_file() -> Any:
 def test_all_that_the_package_reads_goes_into_the_wheel(settings):
     patterns = settings["options.package_data"]["pfl_lightning"].split()
     packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    # a checkout has a link there, through which ** doesn't look
-    configs = {PACKAGE / "configs" / path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
-    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".md")}
-    assert len(configs) > 100 and packed == configs | others
+    assert packed == {
+        path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".md")
+    }
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_the_build_puts_the_configurations_into_the_package(tmp_path, monkeypatch, editable):
+    # as a build does; files that others name are relative to it
+    monkeypatch.chdir(ROOT)
+    module = setup_file()
+    build = module.BuildWithConfigs(importlib.import_module("setuptools").Distribution())
+    build.ensure_finalized()
+    build.build_lib, build.editable_mode = str(tmp_path), editable
+    build.run()
+    built = {path.relative_to(tmp_path / "pfl_lightning") for path in tmp_path.rglob("*.yaml")}
+    here = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert len(here) > 100 and built == (set() if editable else here)
+    assert {Path(path) for path in build.get_source_files()} == here
+    assert all((tmp_path / "pfl_lightning" / path).read_bytes() == (ROOT / path).read_bytes() for path in built)
+
+
+def tracked() -> list[list[str]]:
+    """Return mode and path of each file that git tracks here."""
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout of git")
+    return [[line.split()[0], line.partition("\t")[2]] for line in listed.stdout.splitlines()]
+
+
+def test_a_checkout_needs_no_links():
+    # git makes none on Windows, but a file with the target's name
+    assert not [path for mode, path in tracked() if mode == "120000"]
+
+
+def test_names_of_files_hold_on_each_system():
+    paths = [path for _, path in tracked()]
+    assert len({path.casefold() for path in paths}) == len(paths)
+    devices = {"con", "prn", "aux", "nul", *(f"{name}{number}" for name in ("com", "lpt") for number in range(10))}
+    for part in {part for path in paths for part in Path(path).parts}:
+        assert not re.search(r'[<>:"\\|?*]|[. ]$', part) and part.split(".")[0].lower() not in devices, part
 
 
 def test_folders_with_code_are_packages():

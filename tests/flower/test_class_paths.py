@@ -1,13 +1,12 @@
 import sys
-from pathlib import Path
 
 import pytest
 
-import pfl_lightning
+from pfl_lightning.cli.configs import FOLDER
 from pfl_lightning.flower.class_paths import check_arguments, check_class_paths
 from pfl_lightning.flower.template import Refused
 
-CONFIGS = sorted((Path(pfl_lightning.__file__).parent / "configs").rglob("*.yaml"))
+CONFIGS = sorted(FOLDER.rglob("*.yaml"))
 
 
 UNKNOWN = "neither a word, a number nor a class that this site knows"

@@ -9,9 +9,9 @@ from pfl_lightning.cli.suggestions import suggestion
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.runs.tables import text_table
 
-PACKAGE = Path(__file__).parents[1] / "configs"
-FOLDER = PACKAGE if PACKAGE.is_dir() else Path(__file__).parents[3] / "configs"
-"""Folder of the configurations: in the package, or beside ``src`` in a checkout without symbolic links."""
+PACKAGED = Path(__file__).parents[1] / "configs"
+FOLDER = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[3] / "configs"
+"""Folder of the configurations: in the package, where ``setup.py`` puts them, or beside ``src`` in a checkout."""
 
 DESCRIPTION = """\
 List the packaged configurations. Each is found by its name, in any working folder:
