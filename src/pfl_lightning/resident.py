@@ -168,6 +168,6 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock inside this context, which ends with this process at the latest."""
     import fcntl
 
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -23,6 +23,8 @@ AGAIN = 0.01
 """Seconds after which a signal with a lost exception is sent once more."""
 
 PR_SET_PDEATHSIG = 1
+SYNCHRONIZE, ERROR_ACCESS_DENIED, WAIT_TIMEOUT = 0x100000, 5, 0x102
+"""Numbers of Windows: the right to wait for a process, the error of a foreign process, a wait without an end."""
 PAUSE = 0.5
 """Seconds between two looks at the parent, on systems whose kernel doesn't send a signal."""
 
@@ -218,7 +220,7 @@ def end_with(parent: int) -> None:
     """Let this process be killed when the parent ends.
 
     On Linux the kernel kills it, whatever it is doing; there the parent is the thread that started this process.
-    Elsewhere a thread of this process checks twice a second.
+    Elsewhere a thread of this process looks twice a second whether the parent runs.
 
     Args:
         parent: the process id of the parent.
@@ -234,9 +236,32 @@ def end_with(parent: int) -> None:
 
 def watch(parent: int) -> None:
     """Wait for the parent's end, then end this process."""
-    while os.getppid() == parent:
+    # On Windows the parent may be a launcher of a virtual environment, and an orphan keeps the number of its parent.
+    while is_there(parent) if sys.platform == "win32" else os.getppid() == parent:
         time.sleep(PAUSE)
     os._exit(1)
+
+
+def is_there(process: int) -> bool:
+    """Return whether a process with this id runs, or has ended without its parent's notice."""
+    if sys.platform == "win32":
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        # os.kill would end the process, or send Ctrl-C to it
+        if not (handle := kernel.OpenProcess(SYNCHRONIZE, False, process)):
+            return ctypes.get_last_error() == ERROR_ACCESS_DENIED
+        try:
+            return bool(kernel.WaitForSingleObject(handle, 0) == WAIT_TIMEOUT)
+        finally:
+            kernel.CloseHandle(handle)
+    try:
+        # signal 0 is never delivered: only the existence of the process is checked
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # another user's process: alive, but not ours to signal
+    except PermissionError:
+        pass
+    return True
 
 
 if __name__ == "__main__":

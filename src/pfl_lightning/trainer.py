@@ -1,6 +1,7 @@
 """FederatedTrainer: Lightning's Trainer with rounds."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -920,6 +921,11 @@ def fill_defaults(arguments: dict[str, Any], root: str, client_states: str) -> N
     # Every rank sees all clients and picks its own; Lightning's sampler would split the list of ids.
     arguments["use_distributed_sampler"] = False
     several = str(arguments["devices"]) != "1" or arguments.get("num_nodes", 1) != 1
+    if several and sys.platform == "win32":
+        raise MisconfigurationException(
+            f"trainer.devices={arguments['devices']} with trainer.num_nodes={arguments.get('num_nodes', 1)}: several "
+            "processes end together by signals and pipes, which Windows hasn't; take 1 for both, or Linux under WSL."
+        )
     if several and arguments.get("strategy") in (None, "auto"):
         arguments["strategy"] = ClientParallel()
 

@@ -127,7 +127,7 @@ class SaveConfig(SaveConfigCallback):
         config.pop("resume_changed", None)
         self.parser.save(config, path, skip_unset=False, overwrite=True, multifile=False)
         for logger in trainer.loggers:
-            logger.log_hyperparams(yaml.safe_load(path.read_text()))
+            logger.log_hyperparams(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def keep_earlier(source: Path, folder: Path, round: int) -> None:

@@ -1,5 +1,6 @@
 """Write clients' adapters as folders that ``peft`` loads."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -18,6 +19,8 @@ from pfl_lightning.messages import digest
 
 GLOBAL = "global"
 """Name of the folder with the global model's adapters."""
+DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)
+"""Names of Windows' devices, which no folder there can have."""
 PLAIN = ("true", "false", "gaussian", "orthogonal", "eva", "mica")
 """Starts of adapters, ``init_lora_weights`` of peft, which leave the frozen weights as they are."""
 REPEATED = ("pissa", "olora")
@@ -27,14 +30,14 @@ REPEATED = ("pissa", "olora")
 def folder_name(client: int | str) -> str:
     """Return the name of a client's folder.
 
-    >>> [folder_name(client) for client in (3, "Alice B.", "a/b", "global", "..")]
-    ['3', 'Alice B.', 'a%2Fb', 'global_', '.._']
+    >>> [folder_name(client) for client in (3, "Alice B.", "a/b", "global", "..", "Aux")]
+    ['3', 'Alice B.', 'a%2Fb', 'global_', '.._', 'Aux_']
 
     Args:
         client: the client's name, or its id where clients have no names.
     """
     name = quote(str(client), safe=" @+,=()'!")
-    return f"{name}_" if name == GLOBAL or not name.strip(". ") else name
+    return f"{name}_" if name == GLOBAL or not name.strip(". ") or DEVICE.match(name) else name
 
 
 def save_adapters(client: ClientModule, folder: Path | str) -> None:

@@ -6,6 +6,7 @@ A file is read whole or refused in one sentence, and no reader runs code from it
 
 import errno
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -25,6 +26,8 @@ ENTRIES = ("state_dict", "federation", "pytorch-lightning_version")
 """Entries of every checkpoint of a federation."""
 PLAIN = ("state_dict", "pytorch-lightning_version")
 """Entries of every checkpoint of Lightning."""
+MAPPED_CAN_GO = sys.platform != "win32"
+"""Whether a memory-mapped file can be replaced or removed; where it can't, files are read whole."""
 
 
 def read_array(path: Path, owner: str) -> Any:
@@ -96,7 +99,7 @@ def saved_by_torch(path: Path | str, map_location: Any, mapped: bool) -> Any:
         # torch tells of an unusual pickle before it refuses it
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         # only files of torch's present format can be mapped
-        return torch.load(path, map_location, weights_only=True, mmap=mapped and is_zipfile(path))
+        return torch.load(path, map_location, weights_only=True, mmap=mapped and MAPPED_CAN_GO and is_zipfile(path))
 
 
 def check_whole(path: Path | str) -> None:

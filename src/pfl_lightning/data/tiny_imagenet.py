@@ -58,7 +58,7 @@ class TinyImageNet(ImageFolder):
         """Return file and class of each image in a table of images and classes."""
         numbers = {name: k for k, name in enumerate(self.classes)}
         try:
-            rows = [line.split("\t")[:2] for line in path.read_text().splitlines()]
+            rows = [line.split("\t")[:2] for line in path.read_text(encoding="utf-8").splitlines()]
             return [(path.parent / "images" / image, numbers[name]) for image, name in rows]
         except (OSError, ValueError, KeyError) as error:
             raise MisconfigurationException(

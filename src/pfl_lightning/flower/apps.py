@@ -212,7 +212,7 @@ def classes_of(name: str) -> Iterator[str]:
     Args:
         name: path of the configuration, or the name of a packaged one.
     """
-    for setting, text in texts(load(Path(find(name) or name).read_text()), ""):
+    for setting, text in texts(load(Path(find(name) or name).read_text(encoding="utf-8")), ""):
         if setting.endswith("class_path"):
             yield text
 
@@ -419,7 +419,7 @@ def keys_in(
         MisconfigurationException: if the file can't be read so.
     """
     try:
-        lines = load(path.read_text(), yaml.BaseLoader).items()
+        lines = load(path.read_text(encoding="utf-8"), yaml.BaseLoader).items()
         return {public_key(key): clients_in(value, names, joins) for key, value in lines}
     except (OSError, ValueError, AttributeError, yaml.YAMLError, MisconfigurationException) as error:
         raise MisconfigurationException(

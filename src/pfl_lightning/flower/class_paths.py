@@ -120,7 +120,7 @@ def trees(args: Sequence[str]) -> Iterator[Any]:
         try:
             if option in CONFIG:
                 file = find(value)
-                yield load(value if file is None else file.read_text())
+                yield load(value if file is None else file.read_text(encoding="utf-8"))
             else:
                 yield {option.lstrip("-"): read(value)}
         except (OSError, ValueError, yaml.YAMLError) as error:

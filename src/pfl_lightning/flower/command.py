@@ -155,17 +155,21 @@ def new(folder: Path, names: list[str]) -> None:
     settings = {"name": package.replace("_", "-"), "publisher": "pfl", "package": package, "configs": " ".join(configs)}
     # a text of JSON is one of TOML
     settings["status"] = json.dumps(str(folder.resolve() / FILE))
-    (folder / "pyproject.toml").write_text(PROJECT.format(**settings))
+    (folder / "pyproject.toml").write_text(PROJECT.format(**settings), encoding="utf-8")
     (folder / package / "__init__.py").touch()
     for name, whose, app, module in (
         ("server", "the server", "server_app", "flower.apps"),
         ("site", "a site", "client_app", "resident"),
     ):
-        (folder / package / f"{name}.py").write_text(MODULE.format(whose=whose, app=app, module=module))
+        (folder / package / f"{name}.py").write_text(
+            MODULE.format(whose=whose, app=app, module=module), encoding="utf-8"
+        )
     # two sites for the trial in the README: even ids at one, odd ids at the other
     count = num_clients(names)
     halves = [" ".join(map(str, range(first, count, 2))) for first in (0, 1)]
-    (folder / "README.md").write_text(README.format(name=folder.name, here=folder.resolve(), clients=halves))
+    (folder / "README.md").write_text(
+        README.format(name=folder.name, here=folder.resolve(), clients=halves), encoding="utf-8"
+    )
 
 
 def num_clients(names: list[str]) -> int:

@@ -113,8 +113,8 @@ class StateVersions:
         path = self.folder / SECRET
         if not path.is_file():
             with written(path) as partial:
-                partial.write_text(secrets.token_hex(16))
-        return path.read_text()
+                partial.write_text(secrets.token_hex(16), encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
     def of(self, client: int) -> Path:
         """Return the folder of a client's versions."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pfl_lightning.data.files import MAPPED_CAN_GO
 from pfl_lightning.engines import ClientState
 from pfl_lightning.runs.checkpoint_io import save
 from pfl_lightning.runs.folder import remove_states, states_folder
@@ -17,7 +18,8 @@ class DiskStates(MutableMapping[int, ClientState]):
     """Client states by id, one file per state; a looked-up state is memory-mapped and read as far as used.
 
     Looked-up tensors keep their values when their client gets another state: no file is written twice, and an unlinked
-    file lives on as long as it is mapped. Writing into the tensors changes nothing on disk.
+    file lives on as long as it is mapped. Windows unlinks no mapped file, so a state is read whole there. Writing into
+    the tensors changes nothing on disk.
 
     Args:
         folder: parent of the states' own folder, made if missing; the states' folder is removed with this object or
@@ -34,7 +36,7 @@ class DiskStates(MutableMapping[int, ClientState]):
         self.update(states)
 
     def __getitem__(self, client: int) -> ClientState:
-        return ClientState(**torch.load(self._files[client], mmap=True, weights_only=True))
+        return ClientState(**torch.load(self._files[client], mmap=MAPPED_CAN_GO, weights_only=True))
 
     def __setitem__(self, client: int, state: ClientState) -> None:
         path = os.path.join(self._folder, f"{client}-{next(self._numbers)}.pt")

@@ -157,7 +157,7 @@ def held(folder: Path) -> Iterator[None]:
         MisconfigurationException: if another process holds the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
         if is_locked(file):
             file.seek(0)
             raise MisconfigurationException(
@@ -251,7 +251,7 @@ def stamp(folder: Path) -> None:
     Args:
         folder: the run's folder.
     """
-    (folder / STAMP).write_text(f"{time.time()} {folder.name}\n")
+    (folder / STAMP).write_text(f"{time.time()} {folder.name}\n", encoding="utf-8")
 
 
 def stamped(folder: Path) -> tuple[float, str]:
@@ -261,7 +261,7 @@ def stamped(folder: Path) -> tuple[float, str]:
         folder: the run's folder.
     """
     try:
-        written, _, name = (folder / STAMP).read_text().partition(" ")
+        written, _, name = (folder / STAMP).read_text(encoding="utf-8").partition(" ")
         return float(written), name.rstrip("\n")
     except (OSError, ValueError):
         return 0.0, ""

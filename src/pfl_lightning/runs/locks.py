@@ -5,6 +5,8 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from pfl_lightning.stopping import is_there
+
 LOCK = ".lock"
 """The lock file, which contains ``PROCESS on HOST``."""
 
@@ -12,39 +14,30 @@ LOCK = ".lock"
 def is_locked(file: IO[str]) -> bool:
     """Lock a file for this process; return True if another process holds the lock.
 
-    Forked processes don't inherit the lock: it ends with this process even if they live on. On file systems without
-    locks, as on some clusters, the process named in the file decides, if it is of this host.
+    Forked processes don't inherit the lock: it ends with this process even if they live on. On systems and file systems
+    without such locks, as Windows and some clusters, the process named in the file decides, if it is of this host.
 
     Args:
         file: the lock file, open for reading and writing.
     """
     try:
         import fcntl
-    except ImportError:
-        return False
-    try:
+
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # POSIX leaves the choice between EAGAIN and EACCES
     except (BlockingIOError, PermissionError):
         return True
-    except OSError:
+    except (OSError, ImportError):
         file.seek(0)
         process, _, host = file.read().partition(" on ")
-        return host == socket.gethostname() and is_alive(int(process))
+        # in a container each main process has the same number: our own in the file is a dead one's
+        return host == socket.gethostname() and int(process) != os.getpid() and is_alive(int(process))
     return False
 
 
 def is_alive(process: int) -> bool:
     """Return whether a process with this id runs; one that has ended and whose parent hasn't looked yet doesn't."""
-    try:
-        # signal 0 is never delivered: only the existence of the process is checked
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    # another user's process: alive, but not ours to signal
-    except PermissionError:
-        pass
-    return stat_of(process)[:1] != ["Z"]
+    return is_there(process) and stat_of(process)[:1] != ["Z"]
 
 
 def started(process: int) -> str:
@@ -61,7 +54,7 @@ def stat_of(process: int) -> list[str]:
     """Return what Linux tells of a process from its state on; nothing on other systems."""
     try:
         # the name before it may have spaces and parentheses
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -75,7 +68,7 @@ def at_work_in(folder: Path) -> str:
         folder: the run's folder.
     """
     try:
-        said = (folder / LOCK).read_text()
+        said = (folder / LOCK).read_text(encoding="utf-8")
     except OSError:
         return ""
     process, _, host = said.partition(" on ")

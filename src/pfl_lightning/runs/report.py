@@ -139,7 +139,7 @@ class PackedRows:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file in one step."""
     with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # cached: a search through all installed packages takes as long as a small round

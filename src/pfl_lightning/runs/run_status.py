@@ -105,7 +105,9 @@ class RunStatus:
             pass
         try:
             # searched as text: other entries of the file may have YAML tags that a safe loader refuses
-            found = re.search(r"^max_rounds: (\d+)$", (self.folder / "hparams.yaml").read_text(), re.MULTILINE)
+            found = re.search(
+                r"^max_rounds: (\d+)$", (self.folder / "hparams.yaml").read_text(encoding="utf-8"), re.MULTILINE
+            )
         except (OSError, ValueError):
             return None
         return int(found[1]) if found else None

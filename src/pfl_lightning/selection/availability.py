@@ -84,7 +84,7 @@ def read_by_client(path: str, setting: str) -> tuple[list[str], list[tuple[int, 
         MisconfigurationException: if the file can't be read.
     """
     try:
-        rows = list(csv.reader(Path(path).read_text().splitlines()))
+        rows = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise MisconfigurationException(f"{setting}={path} can't be read: {reason}.") from error

@@ -418,7 +418,7 @@ class Tournament:
     def _stored(self, path: Path) -> dict[str, Any] | None:
         if not path.is_file():
             return None
-        plan: dict[str, Any] = json.loads(path.read_text())
+        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if plan["settings"] != self._settings:
             return None
         self.rounds, self.overhead, self.per_round = plan["rounds"], plan["overhead"], plan["per_round"]

@@ -362,13 +362,13 @@ class Advice:
         """
         parts = self.parts()
         write_rows(out / "advice.csv", self.rows)
-        (out / "advice.md").write_text(as_markdown(self.title, parts))
+        (out / "advice.md").write_text(as_markdown(self.title, parts), encoding="utf-8")
         picture = ""
         if self.tested.gains:
             figure = self.sites().figure()
             figure.savefig(out / "advice.png", dpi=150)
             picture = f"<h2>Test rows</h2>\n{svg(figure, 'Test rows')}"
-        (out / "advice.html").write_text(as_html(self.title, parts, picture))
+        (out / "advice.html").write_text(as_html(self.title, parts, picture), encoding="utf-8")
         return as_text(parts)
 
     def sites(self) -> ByClient:

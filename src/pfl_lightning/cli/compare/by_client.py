@@ -170,7 +170,7 @@ class ByClient:
                 path.unlink(missing_ok=True)
             return
         words = [part for title, cells in self.tables for part in (f"**{title}**", markdown_table(cells))]
-        texts[0].write_text("\n\n".join([*words, *self.notes]) + "\n")
+        texts[0].write_text("\n\n".join([*words, *self.notes]) + "\n", encoding="utf-8")
         labels = [f"tab:{out.name}-{kind}" for kind in ("clients", "gains")]
         captions = [" ".join([f"{title[0].upper()}{title[1:]}.", *self.notes]) for title, _ in self.tables]
         texts[1].write_text(
@@ -178,7 +178,8 @@ class ByClient:
                 latex_table(cells, " ".join(caption.split()), label)
                 for (_, cells), caption, label in zip(self.tables, captions, labels, strict=False)
             )
-            + "\n"
+            + "\n",
+            encoding="utf-8",
         )
 
     @property

@@ -238,7 +238,7 @@ def settings_table(methods: Mapping[str, Sequence[Result]]) -> str:
 
 def settings_of(result: Result) -> dict[str, object]:
     """Return a run's settings by dotted name, from ``config.yaml``."""
-    config = yaml.safe_load((result.folder / "config.yaml").read_text()) or {}
+    config = yaml.safe_load((result.folder / "config.yaml").read_text(encoding="utf-8")) or {}
     named = {
         key: value
         for part in ("model", "aggregator", "data", "trainer")

@@ -208,14 +208,16 @@ def write(
             for name in methods
         ],
     )
-    (out / "comparison.md").write_text("\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n")
+    (out / "comparison.md").write_text(
+        "\n\n".join([markdown_table(cells, marked), caption, *notes]) + "\n", encoding="utf-8"
+    )
     # LaTeX and HTML break lines themselves
     whole = " ".join(caption.split())
     best = f" {BOLD}" if marked else ""
     # notes become comments of the LaTeX file, for whoever writes the text around the table
     comments = "\n".join(f"% {latex(line)}" for note in notes for line in note.splitlines())
     table = latex_table(cells, whole + best, f"tab:{out.name}", marked)
-    (out / "comparison.tex").write_text(f"{comments}\n{table}\n")
+    (out / "comparison.tex").write_text(f"{comments}\n{table}\n", encoding="utf-8")
     column = curve_of(methods)
     # runs without test or validation data have nothing to draw
     if column is not None:
@@ -225,7 +227,7 @@ def write(
     if sites is not None:
         sites.write(out)
     report = page(out.name, cells, marked, whole + best, lines, methods, column, monitor, sites)
-    (out / "report.html").write_text(report)
+    (out / "report.html").write_text(report, encoding="utf-8")
     closing = f"report.html, tables, curves and one folder per run: {out}"
     return "\n".join(["", text_table(cells), "", caption, "", *notes, closing])
 

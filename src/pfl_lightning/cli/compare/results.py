@@ -143,7 +143,7 @@ class Result:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Content of ``summary.json``."""
-        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         return summary
 
     @cached_property

@@ -249,7 +249,7 @@ def reason(run: Run, code: int) -> str:
     number = -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"ended by {signal.Signals(number).name}"
-    lines = [line for line in run.output.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in run.output.read_text("locale", errors="replace").splitlines() if line.strip()]
     last = lines[-1].removeprefix("pfl-lightning: error: ") if lines else f"exit code {code}"
     # exit code 0 without a summary is a failure too, as the table would have nothing to show
     return last if code else f"ended without a record: {last}"
