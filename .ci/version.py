@@ -1,7 +1,7 @@
 """Check that a release's version is the same everywhere, and print the changelog's section of it.
 
-    python .ci/version.py            the version at hand, which may be unreleased
-    python .ci/version.py v1.0.0     a tag: version, citation and changelog must have it, with the day of the release
+python .ci/version.py            the version at hand, which may be unreleased
+python .ci/version.py v1.0.0     a tag: version, citation and changelog must have it, with the day of the release
 """
 
 import re

@@ -4,12 +4,14 @@ import csv
 import doctest
 import importlib
 import inspect
+import json
 import re
 import shlex
 import subprocess
 import textwrap
 import xml.etree.ElementTree
 from collections import Counter
+from configparser import ConfigParser
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -393,6 +395,27 @@ def test_the_page_about_predictions(tmp_path, monkeypatch):
     x = names["data"].inputs(names["rows"], "Bremen")
     outputs = torch.export.load("bremen.pt2").module()(x)
     assert torch.allclose(outputs, names["predicted"]["Bremen"].outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_each_notebook_opens_in_colab_and_installs_the_package_where_it_is_missing(path, monkeypatch):
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    name, url = settings["metadata"]["name"], settings["metadata"]["url"]
+    title, install, *_ = ("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
+    opens = f"https://colab.research.google.com/github/{urlsplit(url).path[1:]}/blob/HEAD/notebooks/{path.name}"
+    assert f"]({opens})" in title
+    (line,) = re.findall(r"^    %pip install --quiet (.*)$", install, re.MULTILINE)
+    package, _, extra = line.strip('"').partition("[")
+    assert package == name and (not extra or extra.strip("]") in settings["options.extras_require"])
+    assert f"git+{url}" in install
+    called: list[str] = []
+    code = compile(install.replace(f"%pip install --quiet {line}", "called.append('pip')"), path.name, "exec")
+    exec(code, {"called": called})
+    assert not called
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    exec(code, {"called": called})
+    assert called == ["pip"]
 
 
 @pytest.fixture
