@@ -45,8 +45,8 @@ def section(root: Path, tag: str | None) -> str:
         raise SystemExit(f"the version differs: {told}; write one into all, then tag that commit.")
     if tag is not None and not (cited_on == changed_on and re.fullmatch(r"\d{4}-\d{2}-\d{2}", changed_on)):
         raise SystemExit(
-            f"{tag}: the top of CHANGELOG.md says ({changed_on}) and date-released of CITATION.cff {cited_on or 'nothing'}; "
-            "both must be the day of the release, as 2026-01-31."
+            f"{tag}: the top of CHANGELOG.md says ({changed_on}) and date-released of CITATION.cff "
+            f"{cited_on or 'nothing'}; both must be the day of the release, as 2026-01-31."
         )
     notes = body.partition("\n## ")[0].strip()
     if not notes:

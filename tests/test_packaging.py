@@ -100,6 +100,60 @@ def test_the_version_and_the_address_are_the_same_everywhere(settings):
     assert f"## {pfl_lightning.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+FILES = {
+    "src/pfl_lightning/__init__.py": '__version__ = "1.2.0"\n',
+    "CITATION.cff": "version: 1.2.0\ndate-released: 2027-01-31\n",
+    "CHANGELOG.md": "# Changelog\n\n## 1.2.0 (2027-01-31)\n\n* New.\n* Newer.\n\n## 1.1.0 (2026-01-31)\n\n* Old.\n",
+}
+
+
+def section(folder: Path, tag: str | None) -> str:
+    """What .ci/version.py says of a checkout."""
+    spec = spec_from_file_location("version", ROOT / ".ci" / "version.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.section(folder, tag)
+
+
+def written(folder: Path, **changed: str) -> Path:
+    """A checkout's files with versions, some of them changed."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(changed.get(path.stem.strip("_"), text))
+    return folder
+
+
+def test_a_release_has_its_section_of_the_changelog(tmp_path):
+    assert section(written(tmp_path), "v1.2.0") == section(tmp_path, None) == "* New.\n* Newer."
+    unreleased = FILES["CHANGELOG.md"].replace("2027-01-31", "unreleased")
+    assert section(written(tmp_path, CHANGELOG=unreleased), None) == "* New.\n* Newer."
+    assert section(ROOT, None)
+
+
+@pytest.mark.parametrize(
+    ("tag", "changed", "said"),
+    [
+        ("v1.3.0", {}, "the tag v1.3.0, __init__.py v1.2.0"),
+        ("1.2.0", {}, "the tag 1.2.0"),
+        ("v1.2.0", {"init": '__version__ = "1.2.1"\n'}, "__init__.py v1.2.1"),
+        ("v1.2.0", {"CITATION": "version: 1.1.0\ndate-released: 2027-01-31\n"}, "CITATION.cff v1.1.0"),
+        ("v1.2.0", {"CITATION": "version: 1.2.0\n"}, "date-released of CITATION.cff nothing"),
+        ("v1.2.0", {"CHANGELOG": "# Changelog\n\n## 1.1.0 (2026-01-31)\n\n* Old.\n"}, "CHANGELOG.md v1.1.0"),
+        ("v1.2.0", {"CHANGELOG": "# Changelog\n\n## 1.2.0 (unreleased)\n\n* New.\n"}, r"says \(unreleased\)"),
+        (
+            "v1.2.0",
+            {"CHANGELOG": "# Changelog\n\n## 1.2.0 (2027-01-31)\n\n## 1.1.0 (2026-01-31)\n"},
+            "nothing below 1.2.0",
+        ),
+        (None, {"CITATION": "version: 1.1.0\n"}, "__init__.py 1.2.0, CITATION.cff 1.1.0"),
+    ],
+)
+def test_a_release_whose_versions_differ_is_refused(tmp_path, tag, changed, said):
+    with pytest.raises(SystemExit, match=said):
+        section(written(tmp_path, **changed), tag)
+
+
 def test_versions_of_python_are_those_that_are_tested(settings):
     named = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
@@ -114,7 +168,8 @@ def test_forms_and_workflows_can_be_read(path, settings):
         commands = [step["run"] for job in content["jobs"].values() for step in job["steps"] if "run" in step]
         programs = [command.split()[0] for command in commands]
         files = [word for command in commands for word in command.split() if word.endswith(".py")]
-        assert programs and all(shutil.which(program) or shutil.which(ROOT / program) for program in programs)
+        # gh is on the machines of the workflows
+        assert all(program == "gh" or shutil.which(program) or shutil.which(ROOT / program) for program in programs)
         assert all((ROOT / file).is_file() for file in files)
     elif path.stem == "config":
         assert all(link["url"].startswith(settings["metadata"]["url"]) for link in content["contact_links"])
