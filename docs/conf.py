@@ -28,6 +28,7 @@ nb_execution_mode = "off"
 nb_output_stderr = "remove"
 myst_heading_anchors = 3
 html_theme = "furo"
+templates_path = ["templates"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_title = "pfl-lightning"
@@ -43,7 +44,7 @@ autodoc_default_options = {"members": True, "show-inheritance": True, "ignore-mo
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # myst_nb keeps copies of notebooks beside the site
-exclude_patterns = ["_build", "jupyter_execute", "records"]
+exclude_patterns = ["_build", "jupyter_execute", "records", "templates"]
 # types in signatures, most of them other packages'; what docstrings and pages refer to is checked
 nitpick_ignore_regex = [("py:(class|exc|data)", ".*"), ("py:obj", r"typing\..*")]
 nitpicky = True

@@ -29,6 +29,8 @@ def pfl(line: str | list[str]) -> None:
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:
     """A process that runs a function; a fork starts at once, where a new program would read all packages again."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("forks a process, which this system doesn't")
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     return process

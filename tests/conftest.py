@@ -2,13 +2,19 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.utilities import registry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+TESTS = Path(__file__).parent
+PORTABLE = {"client", "contract", "methods", "runs", "selection", "server", "tasks"}
+PORTABLE |= {"test_messages.py", "test_packaging.py", "test_settings.py", "test_systems.py"}
+"""Folders and files of tests that run on Windows and macOS too; those of networks, ranks and terminals aren't here."""
 
 NOISE = (
     ".*LeafSpec.* is deprecated",
@@ -46,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         for case in set(cases) - only if only else but:
             cases[case].add_marker(pytest.mark.exhaustive)
+    for item in items:
+        place = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else None
+        if place is not None and {str(place), place.parts[0]} & PORTABLE:
+            item.add_marker(pytest.mark.portable)
 
 
 def named(word: str, cases: Iterable[str], test: str | bool) -> list[str]:
@@ -54,6 +64,17 @@ def named(word: str, cases: Iterable[str], test: str | bool) -> list[str]:
     if test and not found:
         raise pytest.UsageError(f"{test} has no case of the name {word!r}")
     return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skips a test of the engine `processes` where the package itself refuses it, as on Windows."""
+    try:
+        return (yield)
+    except MisconfigurationException as error:
+        if sys.platform != "win32" or "trainer.engine=processes" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True, scope="session")
