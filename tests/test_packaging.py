@@ -1,9 +1,11 @@
 """What a release is made of."""
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
+import sys
 from configparser import ConfigParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -86,7 +88,7 @@ def test_the_readme_has_whole_addresses_in_the_package_index(settings):
     shown = setup_file().with_addresses((ROOT / "README.md").read_text(), settings["metadata"]["url"])
     addresses = re.findall(r"\]\(([^)]+)\)", shown)
     repository = f"{settings['metadata']['url']}/"
-    own = [address.removeprefix(repository) for address in addresses if address.startswith(repository)]
+    own = [address.removeprefix(repository) for address in addresses if re.match(rf"{repository}(raw|blob)/", address)]
     assert "raw/HEAD/docs/hospitals.png" in own and "blob/HEAD/docs/claims.md" in own
     assert all((ROOT / address.split("/", 2)[2].partition("#")[0]).exists() for address in own)
     assert all(address.startswith("https://") for address in addresses)
@@ -154,11 +156,55 @@ def test_a_release_whose_versions_differ_is_refused(tmp_path, tag, changed, said
         section(written(tmp_path, **changed), tag)
 
 
+def jobs(workflow: str) -> dict[str, Any]:
+    """The jobs of a workflow."""
+    found: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text())["jobs"]
+    return found
+
+
 def test_versions_of_python_are_those_that_are_tested(settings):
     named = re.findall(r"Python :: (3\.\d+)", settings["metadata"]["classifiers"])
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-    assert named == jobs["wheel"]["strategy"]["matrix"]["python"]
+    assert named == jobs("ci")["wheel"]["strategy"]["matrix"]["python"]
+    assert named == jobs("release")["try"]["strategy"]["matrix"]["python"]
     assert settings["options"]["python_requires"] == f">={named[0]}"
+
+
+def test_nothing_is_published_that_was_not_tried():
+    release = jobs("release")
+    order = {"build": None, "try": "build", "publish": "try", "announce": "publish"}
+    assert {name: job.get("needs") for name, job in release.items()} == order
+    # the index knows the workflow by its token, so there is no secret to keep
+    assert release["publish"]["permissions"] == {"id-token": "write"}
+    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    assert not any("secrets." in text or "password" in text for text in texts)
+
+
+def test_badges_are_of_workflows_and_notebooks_that_are_here(settings):
+    badges = re.findall(r"\[!\[[^]]+\]\((\S+)\)\]\((\S+)\)", (ROOT / "README.md").read_text())
+    url, addresses = settings["metadata"]["url"], [address for badge in badges for address in badge]
+    assert settings["metadata"]["project_urls"].partition("Documentation = ")[2].split()[0] in addresses
+    workflows = {file for address in addresses for file in re.findall(rf"{url}/actions/workflows/(\w+\.yml)", address)}
+    assert workflows and all((ROOT / ".github" / "workflows" / file).exists() for file in workflows)
+    assert any(address.endswith("notebooks/quickstart.ipynb") for address in addresses)
+
+
+def test_systems_begin_with_the_first_command_of_the_readme():
+    spec = spec_from_file_location("systems", ROOT / ".ci" / "systems.py")
+    systems = module_from_spec(spec)
+    spec.loader.exec_module(systems)
+    assert systems.first_command() == ["pfl-lightning", "fit", "--config", "quickstart"]
+
+
+def test_the_site_lists_its_versions(tmp_path):
+    for name in ("main", "v1.9.0", "v1.10.0", "v2.0.0rc1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run([sys.executable, ROOT / "docs" / "versions.py", tmp_path], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert json.loads((tmp_path / "versions.json").read_text()) == ["v2.0.0rc1", "v1.10.0", "v1.9.0", "main"]
+    # a candidate for a release isn't where readers land
+    assert "url=v1.10.0/" in (tmp_path / "index.html").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
@@ -171,6 +217,8 @@ def test_forms_and_workflows_can_be_read(path, settings):
         # gh is on the machines of the workflows
         assert all(program == "gh" or shutil.which(program) or shutil.which(ROOT / program) for program in programs)
         assert all((ROOT / file).is_file() for file in files)
+    elif path.stem == "dependabot":
+        assert {update["package-ecosystem"] for update in content["updates"]} == {"github-actions", "pip"}
     elif path.stem == "config":
         assert all(link["url"].startswith(settings["metadata"]["url"]) for link in content["contact_links"])
     else:
