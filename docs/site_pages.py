@@ -15,51 +15,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import catalogue
 import gallery
 import ideas
+from public_names import ROOMS, exported
 from sphinx.application import Sphinx
 
 from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
-ROOMS = {
-    "pfl_lightning": "Trainer, client module and aggregator: the base of all else",
-    "pfl_lightning.data": "Clients and their samples: data sets, sources, partitioners, preprocessing",
-    "pfl_lightning.methods": "Client sides of the methods",
-    "pfl_lightning.aggregators": "Server sides of the methods",
-    "pfl_lightning.server.means": "Rules in place of the weighted mean, against bad clients",
-    "pfl_lightning.tasks": "Losses and metrics: classes, quantities, survival, labels, masks, tokens",
-    "pfl_lightning.nets": "Networks, and the cut into features and classifier",
-    "pfl_lightning.callbacks": "Records, pictures, attacks and audits",
-    "pfl_lightning.plots": "Pictures of federations, from Python",
-    "pfl_lightning.privacy": "Differential privacy and secure sums",
-    "pfl_lightning.selection": "The cohort of a round",
-    "pfl_lightning.schedules": "A simulated clock of devices",
-    "pfl_lightning.federation.stages": "What settings and callbacks add to a round",
-    "pfl_lightning.compression": "Updates in fewer bytes",
-    "pfl_lightning.client": "Hooks and phases of the client side",
-    "pfl_lightning.engines": "How the clients of a round run",
-}
-"""Public modules, each with a line of description; their ``__all__`` is the reference."""
 LEDGER = ("cwfedavg", "fedawa", "fedrema", "fedclassavg")
 """Methods whose papers' claims have a section of their own in claims.md."""
 
 
-def exported(module: str) -> list[str]:
-    """Return a public module's own names: those of earlier modules, submodules and the version left out."""
-    earlier = {id(one) for one in named_before(module)}
-    found = importlib.import_module(module)
-    names = [name for name in found.__all__ if not name.startswith("_")]
-    return [name for name in names if id(getattr(found, name)) not in earlier]
-
-
-def named_before(module: str) -> list[Any]:
-    """Return all objects that public modules before this one export."""
-    before = list(ROOMS)[: list(ROOMS).index(module)]
-    found = [getattr(module, name) for module in map(importlib.import_module, before) for name in module.__all__]
-    return [each for each in found if not isinstance(each, str | int)]
-
-
 @cache
-def public_names() -> dict[str, str]:
+def by_definition() -> dict[str, str]:
     """Return the public name of each class and function by the name where it is defined."""
     names = {}
     for module in ROOMS:
@@ -82,7 +49,7 @@ def public(target: str) -> str | None:
     """
     parts = target.split(".")
     for end in range(len(parts), 1, -1):
-        if known := public_names().get(".".join(parts[:end])):
+        if known := by_definition().get(".".join(parts[:end])):
             return ".".join([known, *parts[end:]])
     return None
 
@@ -201,7 +168,7 @@ def method_page(module: str, methods: list[Method]) -> str:
     sections = [section(method, rows[method.name]) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
-    names = [known for name, known in public_names().items() if name.rpartition(".")[0] == module]
+    names = [known for name, known in by_definition().items() if name.rpartition(".")[0] == module]
     directives = "\n".join([f".. automodule:: {module}\n   :no-members:\n"] + [entry(*split(name)) for name in names])
     return "\n".join([f"# {title}\n", *sections, "## Reference\n", f"```{{eval-rst}}\n{directives}\n```\n"])
 

@@ -1,11 +1,14 @@
 """What follows from the methods' files and configurations is as `python docs/catalogue.py` writes it."""
 
 import importlib
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from federations import fit, make_client, read_csv
 from pfl_lightning.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +39,29 @@ def test_the_pages_have_their_tables(catalogue):
     _, tables = catalogue
     for page in tables.PAGES:
         assert (ROOT / page).read_text() == tables.page(page), f"{page}: {SAID}"
+
+
+def test_no_public_name_and_no_argument_vanishes_unseen(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    names = importlib.import_module("public_names")
+    there, now = (set(text.splitlines()) for text in (names.FILE.read_text(), names.listed()))
+    assert there == now, f"gone: {sorted(there - now)}, new: {sorted(now - there)}; run python docs/public_names.py"
+    assert {"pfl-lightning fit", "pfl_lightning.Aggregator.aggregate(updates, round)"} <= now
+
+
+def test_promised_columns_and_entries_are_in_a_run(tmp_path):
+    page = (ROOT / "docs" / "promises.md").read_text()
+    ended = fit(make_client(), root=tmp_path, max_rounds=1)
+    summary = json.loads((ended.folder / "summary.json").read_text())
+    for name, there in (
+        ("rounds.csv", ended.rows[-1]),
+        ("clients.csv", read_csv(ended.folder / "clients.csv")[0]),
+        ("summary.json", summary),
+    ):
+        (told,) = re.findall(rf"of `{name}`: (.*?)\.(?:\s|$)", page, re.DOTALL)
+        promised = [word for word in re.findall(r"`([\w/]+)`", told) if not word.startswith("_")]
+        promised += [f"val/acc{end}" for end in re.findall(r"`(_\w+)`", told)]
+        assert len(promised) > 3 and not set(promised) - there.keys(), name
 
 
 CACHED = ("configurations", "families", "declared", "classes", "servers", "clients")
