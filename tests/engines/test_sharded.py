@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from functools import partial
 
 import pytest
@@ -174,6 +175,53 @@ def test_two_nodes_give_the_bits_of_one(tmp_path, monkeypatch):
     ]
     ends = [node.communicate(timeout=300)[1].decode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], ends
+    (one,), (two,) = ((tmp_path / number).glob("*/*") for number in ("1", "2"))
+    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    assert untimed(read_csv(one / "rounds.csv")) == untimed(read_csv(two / "rounds.csv"))
+
+
+SRUN = """\
+#!{python}
+import os, subprocess, sys
+
+# what SLURM tells each task, on one machine that stands for all
+tasks = [
+    subprocess.Popen(sys.argv[2:], env=os.environ | {{"SLURM_PROCID": at, "SLURM_NODEID": at, "SLURM_LOCALID": "0"}})
+    for at in map(str, range(int(os.environ["SLURM_NTASKS"])))
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_script_for_slurm_gives_the_bits_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
+    line = f"{line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+    pfl(f"fit {line} {tmp_path / '1'}")
+    (tmp_path / "bin").mkdir()
+    programs = {
+        "srun": SRUN.format(python=sys.executable),
+        "pfl-lightning": f'#!/bin/sh\nexec {sys.executable} -m pfl_lightning.cli.main "$@"\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "federation"}
+    slurm |= {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "127.0.0.1", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    script = Path(__file__).parents[2] / "examples" / "cluster.sbatch"
+    done = subprocess.run(
+        ["bash", script, *line.split(), str(tmp_path / "2")],
+        env=os.environ | where | slurm,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
     (one,), (two,) = ((tmp_path / number).glob("*/*") for number in ("1", "2"))
     assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
     assert untimed(read_csv(one / "rounds.csv")) == untimed(read_csv(two / "rounds.csv"))
