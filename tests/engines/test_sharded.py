@@ -4,8 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
