@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,16 @@ def test_systems_begin_with_the_first_command_of_the_readme():
     assert systems.first_command() == ["pfl-lightning", "fit", "--config", "quickstart"]
 
 
+def test_the_container_s_file_has_instructions_that_its_script_follows():
+    loader = SourceFileLoader("container", str(ROOT / ".ci" / "container"))
+    module = module_from_spec(spec_from_loader("container", loader))
+    loader.exec_module(module)
+    found = list(module.instructions((ROOT / "containers" / "Dockerfile").read_text()))
+    assert [name for name, _ in found][-2:] == ["ENTRYPOINT", "CMD"] and found[0][0] == "FROM"
+    assert json.loads(found[-2][1]) + json.loads(found[-1][1]) == ["pfl-lightning", "fit", "--config", "quickstart"]
+    assert list(module.instructions("# a\nRUN x \\\ny\n\nUSER 1\n")) == [("RUN", "x  y"), ("USER", "1")]
+
+
 def test_the_site_lists_its_versions(tmp_path):
     for name in ("main", "v1.9.0", "v1.10.0", "v2.0.0rc1"):
         (tmp_path / name).mkdir()
@@ -214,8 +225,10 @@ def test_forms_and_workflows_can_be_read(path, settings):
         commands = [step["run"] for job in content["jobs"].values() for step in job["steps"] if "run" in step]
         programs = [command.split()[0] for command in commands]
         files = [word for command in commands for word in command.split() if word.endswith(".py")]
-        # gh is on the machines of the workflows
-        assert all(program == "gh" or shutil.which(program) or shutil.which(ROOT / program) for program in programs)
+        # gh and docker are on the machines of the workflows
+        assert all(
+            program in ("gh", "docker") or shutil.which(program) or shutil.which(ROOT / program) for program in programs
+        )
         assert all((ROOT / file).is_file() for file in files)
     elif path.stem == "dependabot":
         assert {update["package-ecosystem"] for update in content["updates"]} == {"github-actions", "pip"}
