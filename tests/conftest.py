@@ -1,13 +1,15 @@
 """What holds for all tests."""
 
+import gc
 import logging
 import sys
 from collections.abc import Generator, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -33,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("lightning.pytorch").propagate = True
     for text in NOISE:
         config.addinivalue_line("filterwarnings", rf"ignore:\s*{text}")
+    # what imports and collecting make stays until the end: see `pytest_collection_finish`
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Have garbage collections pass over a million objects of imports and of tests, 0.3 seconds a collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,6 +101,16 @@ def one_look_at_what_is_installed() -> Iterator[None]:
     """Each Trainer looks for callbacks in all installed packages, which takes as long as a tiny federation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_libraries() -> Iterator[None]:
+    """Each run writes its settings by PyYAML, and asks for GPUs anew: 8 % of a tiny federation."""
+    with pytest.MonkeyPatch.context() as patch:
+        if yaml.__with_libyaml__:
+            patch.setattr(yaml, "dump", partial(yaml.dump, Dumper=yaml.CDumper))
+        patch.setattr(torch.cuda, "device_count", cache(torch.cuda.device_count))
         yield
 
 
