@@ -19,7 +19,7 @@ from federations import equal, load, read_csv, untimed
 from pfl_lightning import stopping
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.runs.checkpoint_io import save
-from pfl_lightning.stopping import Stopped, postponed, stoppable
+from pfl_lightning.stopping import STARTED_BY, RankLost, Stopped, ending_at_once, postponed, stoppable
 from sweeps import swept
 
 
@@ -185,6 +185,58 @@ def test_a_command_that_is_told_to_end_does_so_at_once(command, says, tmp_path, 
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith(f"pfl-lightning: stopped by SIGTERM{says}")
     assert "--ckpt_path" not in said and not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_context_leaves_the_handlers_of_signals_as_they_were():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with stoppable():
+        assert signal.getsignal(signal.SIGTERM) is stopping._stop
+        with stoppable():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is stopping._stop
+    assert [signal.getsignal(number) for number in numbers] == before
+    with pytest.raises(ZeroDivisionError), stoppable():
+        _ = 1 / 0
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "says", "code"),
+    [(-15, "stopped by SIGTERM", 143), (137, "stopped by SIGKILL", 137), (3, "failed with exit code 3", 3)],
+)
+def test_a_lost_rank_is_told_by_its_signal_or_its_exit_code(given, says, code):
+    lost = RankLost.by_exit_code(2, given)
+    assert str(lost).startswith("rank 2") and says in str(lost) and lost.code == code
+
+
+def test_at_once_a_process_says_its_signal_and_ends_without_an_exception(capfd):
+    def end():
+        with stoppable(), ending_at_once(lambda stopped: print(stopped, file=sys.stderr)):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                print("an exception", file=sys.stderr)
+
+    process = forked(end)
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in (said := capfd.readouterr().err) and "an exception" not in said
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+def test_at_once_a_rank_ends_when_its_parent_has_ended(orphan, monkeypatch):
+    monkeypatch.setattr(stopping, "POLL", 0.01)
+
+    def wait():
+        # a process has another parent once its own has ended
+        os.environ[STARTED_BY] = str(os.getppid() + orphan)
+        with ending_at_once(print):
+            time.sleep(10 if orphan else 0.2)
+
+    process = forked(wait)
+    process.join()
+    assert process.exitcode == int(orphan)
 
 
 def test_a_run_killed_before_any_checkpoint_starts_anew(uninterrupted, tmp_path):

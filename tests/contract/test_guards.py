@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.optim import SGD
 from federations import Spy, blobs, equal, fit, make_client, noisy, same_end
 from pfl_lightning import Aggregator, AggregatorList, FederatedTrainer, WeightedAverage
 from pfl_lightning.aggregators import FedAWA, FedDisco
-from pfl_lightning.contract.attributes import content
+from pfl_lightning.contract.attributes import Attributes, content
 from pfl_lightning.engines import Auto, Processes, Sequential, Vectorised
 from pfl_lightning.methods import FedPer
 from pfl_lightning.methods.fedavg import FedAvg
@@ -197,6 +198,41 @@ def test_nan_is_no_change():
     model = make_client()
     model.unknown = float("nan")
     fit(model)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda values: dict(enumerate(values)), lambda values: [[*values]]])
+def test_a_change_of_any_value_in_a_collection_shows(kind):
+    tensor, layer, holder = torch.ones(2), nn.Linear(2, 2), SimpleNamespace()
+    look = Attributes({"Holder": holder}, set())
+    values = [1, "a", tensor, layer, {3}]
+    holder.kept = kind(values)
+    before = look.look()
+    holder.kept = kind(values)
+    assert look.changed(before, look.look()) is None
+    for place, other in enumerate((2, "b", torch.ones(2), nn.Linear(2, 2), {3})):
+        holder.kept = kind([*values[:place], other, *values[place + 1 :]])
+        assert look.changed(before, look.look()) == "Holder.kept"
+    holder.kept = kind(values)
+    tensor.add_(1)
+    assert look.changed(before, look.look()) == "Holder.kept"
+
+
+class Thawing(FedAvg):
+    """Changes a parameter that its net has frozen."""
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        with torch.no_grad():
+            self.net.features[0].bias.add_(1)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_a_change_of_a_frozen_parameter_is_refused_by_its_name(engine):
+    model = make_client(Thawing)
+    for parameter in model.net.features[0].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match=r"Thawing: on_download changes net\.features\.0\.bias, which"):
+        fit(model, engine=engine)
 
 
 # What servers keep

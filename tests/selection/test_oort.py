@@ -60,15 +60,17 @@ def round_off(value):
 @pytest.mark.parametrize("at", [3, 8, 40])
 @pytest.mark.parametrize("size", [1, 5, 10, 12])
 def test_it_is_what_its_formulas_say(percentile, at, size):
+    # the default, and one that cuts the largest utilities
+    clip = 0.5 if at == 8 else 0.98
     stream = random.Random(at)
     known = stream.sample(range(12), 7)
     rounds = {k: stream.randrange(at) for k in known}
     losses = {k: stream.random() * 3 for k in known}
     seconds = {k: 1 + stream.random() * 9 for k in known}
-    oort = tried(rounds, losses, seconds, percentile=percentile)
+    oort = tried(rounds, losses, seconds, percentile=percentile, clip=clip)
     epsilon = max(0.9 * 0.95**at, 0.2)
     for seed in range(10):
-        chosen, scores = second(at, size, seed, rounds, losses, seconds, epsilon, 0.7, 0.98, percentile, 2)
+        chosen, scores = second(at, size, seed, rounds, losses, seconds, epsilon, 0.7, clip, percentile, 2)
         assert oort.scores(sorted(rounds), at + 1) == pytest.approx(scores)
         assert draw(oort, at, size, seed) == chosen and len(set(chosen)) == size
 
@@ -249,3 +251,18 @@ def test_bad_settings_are_refused(settings):
 def test_its_choice_is_no_sampling_for_a_guarantee():
     # it follows the clients' losses
     assert Oort().sampling(2, 4) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict.fromkeys(["exploration", "least_exploration", "cutoff", "penalty"], 0),
+        {
+            **dict.fromkeys(["exploration", "decay", "least_exploration", "cutoff", "clip", "window"], 1),
+            "percentile": 100,
+        },
+    ],
+)
+def test_settings_at_the_ends_of_their_ranges_are_taken(settings):
+    everybody = tried(dict.fromkeys(range(12), 0), dict.fromkeys(range(12), 1.0), **settings)
+    assert len(set(draw(everybody, 1))) == 5

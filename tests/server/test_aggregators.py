@@ -36,6 +36,19 @@ def server(weights):
     return Server(num_clients=2, weights=weights, module=None, data=None, seed=0)
 
 
+class InTurn(WeightedAverage):
+    """Its clients train one after another, the last first."""
+
+    def turns(self, clients, round):
+        return sorted(clients, reverse=True)
+
+
+@pytest.mark.parametrize("parts", [(Aggregator, InTurn), (InTurn, Aggregator)])
+def test_a_list_has_the_turns_of_the_one_that_has_some(parts):
+    assert AggregatorList([part() for part in parts]).turns([0, 2, 1], 3) == [2, 1, 0]
+    assert AggregatorList([Aggregator(), WeightedAverage()]).turns([0, 2, 1], 3) is None
+
+
 @pytest.fixture
 def average():
     aggregator = WeightedAverage()
