@@ -48,6 +48,8 @@ EITHER_WAY = {"isinstance", "issubclass", "getattr", "hasattr", "equal", "allclo
 """Calls with two arguments whose order either changes nothing or ends any run."""
 ELSEWHERE = re.compile(r"cuda|gpu|\bmps\b|TYPE_CHECKING", re.IGNORECASE)
 """In lines and conditions that a machine without a GPU doesn't reach."""
+DRAW = re.compile(r".*\brandom\(\)$")
+"""A call that gives a random number from 0 to 1, which practically never equals its bound."""
 DECLARED = {"annotation", "returns", "decorator_list", "type_params"}
 """Parts of the tree that aren't run, or once at an import."""
 LEFT_OUT = {".git", ".venv", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
@@ -127,7 +129,7 @@ def altered(node: ast.AST, part: str, value: object) -> str:
 def changes(node: ast.AST, optional: bool) -> Iterator[str]:
     """Texts in place of a node; an ``optional`` function may return None."""
     match node:
-        case ast.Compare(ops=ops):
+        case ast.Compare(ops=ops) if not any(DRAW.match(ast.unparse(part)) for part in ast.iter_child_nodes(node)):
             for k, op in enumerate(ops):
                 yield altered(node, "ops", [*ops[:k], OTHER[type(op)](), *ops[k + 1 :]])
         case ast.BoolOp(op=op) | ast.BinOp(op=op) if type(op) in OTHER:
@@ -204,6 +206,8 @@ def by_names(root: Path, module: Path, tests: Sequence[Path]) -> dict[Path, int]
 def ran(tree: Path, limit: float, tests: Sequence[Path], *options: str) -> int | None:
     """The exit status of pytest in a tree, or None after the limit."""
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", f"--basetemp={tree.parent / 'made'}", *options, *tests]
+    # the root of a tree without settings of pytest would be the next folder above with a setup.py
+    command.append(f"--rootdir={tree}")
     # options of a run that calls this one are none of this run's
     own = {"PYTEST_ADDOPTS": "", "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     settings = {"OMP_NUM_THREADS": "1"} | os.environ | own

@@ -163,6 +163,7 @@ def test_each_kind_of_change():
     assert made("x = not y.z") == {"y.z"}
     assert made("zip(a, b, c, strict=True)") == {"pass"}
     assert made("x = isinstance(a, b)") == set()
+    assert made("x = rng.random() < a") == set()
 
 
 def test_mutations_of_the_package_are_spread_over_rooms_change_a_line_and_parse():

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from federations import blobs, make_client
+from federations import Wide, blobs, equal, make_client
 from pfl_lightning.contract.pairing import check_task
 from pfl_lightning.data import TensorData
 from pfl_lightning.methods import FedAvg
@@ -19,6 +19,17 @@ def test_a_module_is_looked_at_where_it_is_and_not_where_it_will_be():
     data.setup()
     client._device = torch.device("meta")
     check_task(client, data)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trial_leaves_statistics_and_modes_of_a_net_as_they_were(training):
+    data = blobs()
+    data.setup()
+    client = make_client(FedAvg, net=Wide).train(training)
+    before = {name: tensor.clone() for name, tensor in client.state_dict().items()}
+    check_task(client, data)
+    assert "net.features.1.running_mean" in before and equal(client.state_dict(), before)
+    assert all(module.training is training for module in client.modules())
 
 
 def ready(x):

@@ -34,7 +34,10 @@ from pfl_lightning.tasks import (
     Segmentation,
     Survival,
 )
+from pfl_lightning.tasks.class_metrics import Brier
+from pfl_lightning.tasks.next_token import Perplexity, TokenAccuracy
 from pfl_lightning.tasks.plain import made, plain
+from pfl_lightning.tasks.regression import AbsoluteError
 from tasks_and_data import Kind, OfKind, client_of, drawn, kinds, labels
 
 TASKS = [
@@ -402,3 +405,18 @@ def test_what_is_no_task_is_refused(given):
 def test_methods_of_classes_refuse_a_task_without_any():
     with pytest.raises(MisconfigurationException, match=r"^model FedLC needs the class .* Regression.* has none"):
         FedLC(lambda shape, outputs: torch.nn.Linear(*shape, outputs), (4,), task=Regression(2))
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "target"),
+    [
+        (AbsoluteError(), torch.ones(3, 1), torch.ones(3)),
+        (Brier(), 1e3 * torch.eye(3), torch.arange(3)),
+        (Perplexity(-1), 1e3 * torch.eye(3)[None], torch.arange(3)[None]),
+        (TokenAccuracy(-1), torch.eye(3)[None], torch.tensor([[1, 2, 0]])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_least_value_of_a_metric_is_its_lower_bound(metric, outputs, target):
+    metric.update(outputs, target)
+    assert float(metric.compute()) == metric.plot_lower_bound
