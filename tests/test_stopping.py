@@ -187,18 +187,31 @@ def test_a_command_that_is_told_to_end_does_so_at_once(command, says, tmp_path, 
     assert "--ckpt_path" not in said and not list(tmp_path.rglob("*.ckpt"))
 
 
-def test_a_context_leaves_the_handlers_of_signals_as_they_were():
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
+@pytest.fixture
+def own_handlers():
+    """Handlers of this test alone, as tests before it may have left some."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    own = {signal.SIGTERM: lambda number, frame: None, signal.SIGINT: signal.default_int_handler}
+    for number, handler in own.items():
+        signal.signal(number, handler)
+    yield own
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_context_leaves_the_handlers_of_signals_as_they_were(own_handlers):
+    def now():
+        return {number: signal.getsignal(number) for number in own_handlers}
+
     with stoppable():
-        assert signal.getsignal(signal.SIGTERM) is stopping._stop
+        assert {*now().values()} == {stopping._stop}
         with stoppable():
             pass
-        assert signal.getsignal(signal.SIGTERM) is stopping._stop
-    assert [signal.getsignal(number) for number in numbers] == before
+        assert {*now().values()} == {stopping._stop}
+    assert now() == own_handlers
     with pytest.raises(ZeroDivisionError), stoppable():
         _ = 1 / 0
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert now() == own_handlers
 
 
 @pytest.mark.parametrize(
