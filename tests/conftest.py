@@ -6,15 +6,12 @@ import sys
 from collections.abc import Generator, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.connectors.logger_connector import result
-from torchmetrics import Metric
 
 TESTS = Path(__file__).parent
 PORTABLE = {"client", "contract", "methods", "runs", "selection", "server", "tasks"}
@@ -109,21 +106,11 @@ def one_look_at_what_is_installed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_libraries() -> Iterator[None]:
-    """Each run writes its settings by PyYAML, asks for GPUs anew, and looks for tensors in descriptions of numbers.
-
-    Together they take a seventh of a tiny federation.
-    """
-
-    def to(logged: Any, device: torch.device) -> Any:
-        moved = {name: v.to(device) for name, v in vars(logged).items() if isinstance(v, (torch.Tensor, Metric))}
-        vars(logged).update(moved)
-        return logged
-
+    """Each run writes its settings by PyYAML and asks for GPUs anew, a tenth of a tiny federation."""
     with pytest.MonkeyPatch.context() as patch:
         if yaml.__with_libyaml__:
             patch.setattr(yaml, "dump", partial(yaml.dump, Dumper=yaml.CDumper))
         patch.setattr(torch.cuda, "device_count", cache(torch.cuda.device_count))
-        patch.setattr(result._ResultMetric, "to", to)
         yield
 
 
