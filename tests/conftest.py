@@ -82,8 +82,9 @@ def pytest_runtest_call() -> Generator[None, object, object]:
     """Skips a test of the engine `processes` where the package itself refuses it, as on Windows."""
     try:
         return (yield)
-    except MisconfigurationException as error:
-        if sys.platform != "win32" or "trainer.engine=processes" not in str(error):
+    # the second is of a test that expects another refusal
+    except (MisconfigurationException, AssertionError) as error:
+        if sys.platform != "win32" or "trainer.engine=processes forks" not in str(error):
             raise
         pytest.skip(str(error))
 

@@ -76,6 +76,8 @@ def test_processes_that_outlive_the_first_one_do_not_keep_the_folder(holder, tmp
 
 
 def test_without_locks_the_process_counts_that_is_named(holder, tmp_path, monkeypatch):
+    pytest.importorskip("fcntl", reason="this system has no such locks; tests/test_systems.py")
+
     def unsupported(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
 
