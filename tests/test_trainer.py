@@ -121,7 +121,7 @@ def test_batches_of_one_under_batchnorm_are_refused():
 
 
 def test_other_modules_data_and_loaders_are_refused():
-    with pytest.raises(MisconfigurationException, match="BoringModel is not a client module"):
+    with pytest.raises(MisconfigurationException, match="BoringModel overrides train_dataloader"):
         make_trainer().fit(BoringModel(), datamodule=blobs())
     with pytest.raises(MisconfigurationException, match="LightningDataModule is not a FederatedDataModule"):
         make_trainer().fit(make_client(), datamodule=lightning.LightningDataModule())
