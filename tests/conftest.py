@@ -14,6 +14,8 @@ from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 TESTS = Path(__file__).parent
+collect_ignore = ["like_windows"]
+"""Its module makes any process that imports it like one on Windows, and pytest imports modules to look for examples."""
 PORTABLE = {"client", "contract", "methods", "runs", "selection", "server", "tasks"}
 PORTABLE |= {"test_messages.py", "test_packaging.py", "test_settings.py", "test_systems.py"}
 """Folders and files of tests that run on Windows and macOS too; those of networks, ranks and terminals aren't here."""

@@ -302,11 +302,11 @@ def is_finite(record: Any) -> bool:
     return all(not t.is_floating_point() or math.isfinite(t.sum().item()) for t in tensors(record))
 
 
-def tree_map(function: Callable[[Tensor], Tensor], record: Any) -> Any:
+def tree_map(function: Callable[[Tensor], Any], record: Any) -> Any:
     """Return a record with a function applied to each tensor.
 
     Args:
-        function: maps a tensor to its replacement.
+        function: maps a tensor to what replaces it.
         record: as for `tensors`; mappings become dicts, and values that are no tensors stay.
     """
     if isinstance(record, Tensor):

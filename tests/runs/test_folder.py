@@ -130,7 +130,8 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_leaves_its_checkpoints(tmp_pat
     monkeypatch.undo()
     assert not list(tmp_path.rglob("*.partial"))
     (last,) = tmp_path.rglob("last.ckpt")
-    assert load(last)["federation"]["round"] == 1
+    # 2 where that round is the best, whose file takes no further room as the last
+    assert load(last)["federation"]["round"] in (1, 2)
     assert same_end(fit(make_client(), root=tmp_path / "whole"), fit(make_client(), root=tmp_path, ckpt_path="last"))
 
 
