@@ -19,6 +19,7 @@ OTHERWISE = {
     r"tensorboard|wandb (sweep|agent)": "needs a browser or an account",
     r"python examples/sweep_optuna": "tests/test_examples.py",
     r"python docs/ledger": "tests/test_ledger.py",
+    r"python \.ci/systems": "a job of ci.yml on each system; tests/test_systems.py plays Windows",
     r"pfl-lightning predict": "tests/cli/test_predict.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",

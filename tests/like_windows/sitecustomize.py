@@ -14,7 +14,7 @@ from pathlib import Path
 
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios")
 CALLS = ("fork", "forkpty", "getuid", "getgid", "geteuid", "getegid", "getpgid", "killpg", "memfd_create", "mkfifo")
-CALLS += ("preadv", "pwritev", "sched_getaffinity", "waitid", "link", "symlink")
+CALLS += ("preadv", "pwritev", "sched_getaffinity", "waitid", "symlink")
 SIGNALS = ("SIGKILL", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGUSR1", "SIGUSR2", "SIGSTOP", "SIGCONT")
 DEVICES = {"con", "prn", "aux", "nul", *(f"{name}{number}" for name in ("com", "lpt") for number in range(10))}
 # packages that look at the system when they are imported are as they are here
