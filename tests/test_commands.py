@@ -3,6 +3,7 @@
 import configparser
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_a_command_that_is_shown_runs(line, monkeypatch):
     line = re.sub(r" --data\.root DATA", "", line)
     # the command itself finds files of the working folder, and tests call it within this process
     monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     before(line)
     quick = re.match(r"pfl-lightning (configs|methods|status)|.*\.help", line)
     call(line if quick else small(line))

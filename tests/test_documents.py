@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 import xml.etree.ElementTree
 from collections import Counter
@@ -77,6 +78,8 @@ def test_a_method_of_ones_own(tmp_path, monkeypatch):
 def test_the_command_of_a_method_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # another test may have imported a file of this name
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     confident, median, _ = blocks("CONTRIBUTING.md")
     Path("mine.py").write_text(confident + median)
     (command,) = re.findall(r"```bash\npfl-lightning (.*?)\n```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)

@@ -154,6 +154,8 @@ class Differentiator:
         self._ones: Tensor | None = None
         self._paths: list[list[Any]] = []
         """The functions that checked steps called."""
+        self._widest = 0
+        """Samples of the widest padded batches that were checked."""
         self._moving: set[str] = set()
         """Buffers that checked steps changed."""
         self.dense = None if compiled else DenseNet.of(self.module, precision, slots, block, trained)
@@ -258,7 +260,10 @@ class Differentiator:
 
     def _may_pad(self, part: Part, index: int) -> bool:
         """Return whether a part's batches may be computed at once, which the phase's first part in a round checks."""
-        if self.padding.allows(self.phase) and not self._paths:
+        width = part.samples.shape[1]
+        # Narrow batches may hide what wider ones show, as halves of two samples.
+        if self.padding.allows(self.phase) and (not self._paths or width > self._widest):
+            self._widest = width
             self._check(part, index)
         return self.padding.allows(self.phase)
 
@@ -271,11 +276,10 @@ class Differentiator:
         """
         seen = self.padding.steps.get(self.phase.name, 0)
         self.padding.steps[self.phase.name] = seen + 1
-        # A batch of one sample is its own mean, and says little. The largest batches say most.
-        groups = [group for group in part.by_size() if group.samples.shape[1] > 1]
-        groups.sort(key=lambda group: -group.samples.shape[1])
+        groups = sorted(part.by_size(), key=lambda group: -group.samples.shape[1])
         if seen >= CHECKED:
-            groups = [groups[0].first(ROWS)]
+            # The largest batches say most, and single samples are what steps treat apart.
+            groups = [group.first(ROWS) for group in (groups[0], groups[-1])]
         if not all(self._is_mean(group, part.samples.shape[1], index) for group in groups):
             self.padding.refused.add(self.phase.name)
 
