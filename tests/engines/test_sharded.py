@@ -31,6 +31,13 @@ def on(ranks, make, root, **settings):
     return load(folder / "checkpoints" / "last.ckpt"), untimed(read_csv(folder / "rounds.csv")), run
 
 
+def equal_runs(root):
+    """The folders of the runs below 1 and 2, which must have ended with the same bits."""
+    (one,), (two,) = ((root / number).glob("*/*") for number in ("1", "2"))
+    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    return one, two
+
+
 def alike(one, other):
     return equal(one[0]["federation"], other[0]["federation"]) and one[1] == other[1] and len(one[1]) > 0
 
@@ -148,24 +155,32 @@ def test_the_command_starts_ranks(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy, last round") == 1
-    (one,), (two,) = ((tmp_path / ranks).glob("*/*") for ranks in ("1", "2"))
-    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    one, two = equal_runs(tmp_path)
     assert (one / "clients.csv").read_text() == (two / "clients.csv").read_text()
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+
+
+SMALL = (
+    "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150 "
+    f"--trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
+)
+
+
+def meeting_place():
+    """The variables by which nodes find the first one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
 
 
 @pytest.mark.exhaustive
 def test_two_nodes_give_the_bits_of_one(tmp_path, monkeypatch):
     # a number of threads that a user gives holds for a single process and for ranks alike, and would hide a difference
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
-    line = f"fit {line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
-    pfl(f"{line} {tmp_path / '1'}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pfl(f"fit {SMALL} {tmp_path / '1'}")
+    where = meeting_place()
     # what a user types on each machine, and what its scheduler would set
-    command = [sys.executable, "-m", "pfl_lightning.cli.main", *line.split(), str(tmp_path / "2")]
+    command = [sys.executable, "-m", "pfl_lightning.cli.main", "fit", *SMALL.split(), str(tmp_path / "2")]
     command += ["--trainer.num_nodes", "2"]
     nodes = [
         subprocess.Popen(
@@ -175,8 +190,7 @@ def test_two_nodes_give_the_bits_of_one(tmp_path, monkeypatch):
     ]
     ends = [node.communicate(timeout=300)[1].decode() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], ends
-    (one,), (two,) = ((tmp_path / number).glob("*/*") for number in ("1", "2"))
-    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    one, two = equal_runs(tmp_path)
     assert untimed(read_csv(one / "rounds.csv")) == untimed(read_csv(two / "rounds.csv"))
 
 
@@ -196,9 +210,7 @@ sys.exit(max(task.wait() for task in tasks))
 @pytest.mark.exhaustive
 def test_the_script_for_slurm_gives_the_bits_of_one_process(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    line = "--model FedPer --model.net MLP --data Digits --data.num_clients 3 --data.max_samples 150"
-    line = f"{line} --trainer.engine sequential --trainer.max_rounds 1 {QUIET} --trainer.default_root_dir"
-    pfl(f"fit {line} {tmp_path / '1'}")
+    pfl(f"fit {SMALL} {tmp_path / '1'}")
     (tmp_path / "bin").mkdir()
     programs = {
         "srun": SRUN.format(python=sys.executable),
@@ -207,21 +219,17 @@ def test_the_script_for_slurm_gives_the_bits_of_one_process(tmp_path, monkeypatc
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NAME": "federation"}
     slurm |= {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "127.0.0.1", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     script = Path(__file__).parents[2] / "examples" / "cluster.sbatch"
     done = subprocess.run(
-        ["bash", script, *line.split(), str(tmp_path / "2")],
-        env=os.environ | where | slurm,
+        ["bash", script, *SMALL.split(), str(tmp_path / "2")],
+        env=os.environ | meeting_place() | slurm,
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    (one,), (two,) = ((tmp_path / number).glob("*/*") for number in ("1", "2"))
-    assert equal(*(load(folder / "checkpoints" / "last.ckpt")["federation"] for folder in (one, two)))
+    one, two = equal_runs(tmp_path)
     assert untimed(read_csv(one / "rounds.csv")) == untimed(read_csv(two / "rounds.csv"))
