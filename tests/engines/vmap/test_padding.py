@@ -25,7 +25,7 @@ SIZES = (24, 1, 31, 7, 18)
 
 def counted(seen, run, step, entries, given, count):
     _, weights = given
-    seen["padded" if weights else "mapped"] += 1
+    seen["mapped" if weights is None else "padded"] += 1
     return run(step, entries, given, count)
 
 

@@ -514,15 +514,15 @@ class Differentiator:
         # Each client draws dropout from its own stream, as it would alone.
         streams = Streams(default_generators(self.module.device)[-1], states)
         forward = self.precision.forward_context if trial is None else nullcontext
-        weights: list[Tensor] = []
+        weights = None
         if padded is not None:
             streams.sizes = cast("NDArray[np.int64]", padded.sizes).tolist()
             counts = cast(Tensor, padded.counts)[:, None]
             exact = torch.promote_types(entries[self.trained[0]].dtype, torch.float32)
-            weights = [(torch.arange(padded.samples.shape[1], device=counts.device) < counts).to(exact) / counts]
+            weights = (torch.arange(padded.samples.shape[1], device=counts.device) < counts).to(exact) / counts
 
-        def one(entries: StateDict, given: tuple[Batch, list[Tensor]]) -> dict[str, Tensor]:
-            batch, streams.weights = given[0], given[1][0] if given[1] else None
+        def one(entries: StateDict, given: tuple[Batch, Tensor | None]) -> dict[str, Tensor]:
+            batch, streams.weights = given
             streams.trained = [entries[name] for name in self.trained]
             streams.classes = batch[1] if self.module.task.has_classes else None
             return self.slots.call(step_values, entries, self.module, batch, index)
