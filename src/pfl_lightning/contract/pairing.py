@@ -269,6 +269,23 @@ def cut_at(module: ClientModule) -> str | None:
     return None
 
 
+def two_samples(module: ClientModule, data: FederatedDataModule) -> Samples:
+    """Return training samples of the first client that has some, for a trial on the client module's device.
+
+    Args:
+        module: the client module.
+        data: the data module, set up, with clients of its own.
+    """
+    # not `module.device`: during setup, Lightning already reports the device to which the module will move
+    where = next(module.parameters()).device
+    every = range(data.num_clients)
+    if not any(data.size(client, "train") for client in every):
+        # clients of a federation whose data aren't here, such as beside those of a late client, have no samples
+        every = data.newcomers
+    client = next((client for client in every if data.size(client, "train")), 0)
+    return data.part(client, "train").take(slice(2)).to(where, cast(torch.dtype, module.dtype))
+
+
 def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     """Refuse a client module made for other data, by task and by a trial of the net on two samples.
 
@@ -300,14 +317,7 @@ def check_task(module: ClientModule, data: FederatedDataModule) -> None:
     if data.at_sites:
         # the server of a deployment has no samples; each site checks for itself
         return
-    # not `module.device`: during setup, Lightning already reports the device to which the module will move
-    where = next(module.parameters()).device
-    every = range(data.num_clients)
-    if not any(data.size(client, "train") for client in every):
-        # clients of a federation whose data aren't here, such as beside those of a late client, have no samples
-        every = data.newcomers
-    client = next((client for client in every if data.size(client, "train")), 0)
-    samples = data.part(client, "train").take(slice(2)).to(where, module.dtype)  # type: ignore[arg-type]
+    samples = two_samples(module, data)
     if isinstance(module.net, LightningNet):
         check_own_training(module, samples)
         if isinstance(module.task, OwnLoss):

@@ -36,6 +36,7 @@ from torchmetrics.classification import (
 from torchmetrics.utilities import dim_zero_cat
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.contract.pairing import two_samples
 from pfl_lightning.data import CHUNK, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.engines.client_metrics import Columns
@@ -359,16 +360,11 @@ def names_logged(module: ClientModule, data: FederatedDataModule) -> list[str]:
         module: the client module, whose net is the LightningModule; it stays as it is.
         data: the clients' data; one at sites gives no names.
     """
-    clients = [] if data.at_sites else range(data.num_clients)
-    client = next((client for client in clients if data.size(client, "train")), None)
-    if client is None:
+    if data.at_sites or not len(samples := two_samples(module, data)):
         return []
     # a copy, as the module's own code may count its steps
-    trial = copy.deepcopy(module)
-    where = next(trial.parameters()).device
-    samples = data.part(client, "train").take(slice(2)).to(where, cast(torch.dtype, module.dtype))
     with isolate_rng():
-        return list(own_values_of(trial, samples, nullcontext, "val"))
+        return list(own_values_of(copy.deepcopy(module), samples, nullcontext, "val"))
 
 
 def rows_at_once(task: Task, target: Tree) -> int:
