@@ -240,7 +240,7 @@ class ClientModule(LightningModule):
         # this one
         if not self._configures_optimizers():
             check_first_rate(lambda: parts_of(ClientModule.configure_optimizers(self), "model"))
-        elif self._is_own("configure_optimizers"):
+        elif self._net_configures():
             check_own(cast(LightningNet, self.net), optimizer, lr_scheduler)
         if weighs and isinstance(self.net, LightningNet):
             raise MisconfigurationException(
@@ -539,7 +539,7 @@ class ClientModule(LightningModule):
         """
         if not self._configures_optimizers():
             return self.optimizer(parameters)
-        if not self._is_own("configure_optimizers"):
+        if not self._net_configures():
             return restricted(self.configured(), parameters, phase.name)
         # the net, or a copy with weights of its own, such as a personal one
         nets = [each for each in self.modules() if isinstance(each, LightningNet)]
@@ -561,7 +561,7 @@ class ClientModule(LightningModule):
         schedule steps once a round. Engines call it for each client and phase, so let it be quick and draw no random
         numbers.
         """
-        if self._is_own("configure_optimizers"):
+        if self._net_configures():
             return cast(LightningNet, self.net).configure_optimizers(self.place("train"))
         optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
@@ -570,17 +570,17 @@ class ClientModule(LightningModule):
 
     def _configures_optimizers(self) -> bool:
         """Return whether `configure_optimizers` is overridden: in the class, on the object, or by the net."""
+        return self._has_own_optimizers() or self._net_configures()
+
+    def _has_own_optimizers(self) -> bool:
+        """Return whether `configure_optimizers` is overridden in the class or on the object."""
         own = type(self).configure_optimizers is not ClientModule.configure_optimizers
-        return own or "configure_optimizers" in vars(self) or self._is_own("configure_optimizers")
+        return own or "configure_optimizers" in vars(self)
 
-    def _is_own(self, hook: str) -> bool:
-        """Return whether a hook is the net's, a LightningModule's, and not this class's own.
-
-        Args:
-            hook: the hook's name.
-        """
-        overridden = getattr(type(self), hook) is not getattr(ClientModule, hook) or hook in vars(self)
-        return not overridden and isinstance(self.net, LightningNet) and self.net.features.has(hook)
+    def _net_configures(self) -> bool:
+        """Return whether optimizers are those of the net, a LightningModule; an override here goes before it."""
+        by_net = isinstance(self.net, LightningNet) and self.net.features.has("configure_optimizers")
+        return by_net and not self._has_own_optimizers()
 
     def place(self, stage: str) -> Place:
         """Return the stand-in for the Trainer, for a LightningModule as the net.
@@ -606,7 +606,7 @@ class ClientModule(LightningModule):
         Raises:
             MisconfigurationException: if it returns several optimizers or schedules, or none.
         """
-        if self._is_own("configure_optimizers"):
+        if self._net_configures():
             net = net or cast(LightningNet, self.net)
             returned = net.configure_optimizers(self.place("train"))
             return parts_of(returned, f"{net.features.name}.configure_optimizers")
