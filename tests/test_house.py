@@ -18,7 +18,8 @@ PACKAGE = Path(pfl_lightning.__file__).parent
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 ORDER = (
     ("internals", "seeds", "settings", "stopping", "transfers"),
-    ("messages", "nets", "tasks"),
+    ("messages",),
+    ("nets", "tasks"),
     ("data",),
     ("client", "selection"),
     ("server",),

@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.nets.base import Net
-from pfl_lightning.nets.inputs import Spread, called, candidates, refusal, way_of
+from pfl_lightning.nets.inputs import Spread, called, candidates, logits_of, refusal, way_of
 from pfl_lightning.nets.lightning_net import lightning_net, trains_itself
 from pfl_lightning.nets.modes import kept_modes
 
@@ -42,10 +42,8 @@ def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | N
         )
     with kept_modes(module), torch.no_grad():
         module.eval()
-        x, outputs, last = traced(module, input_shape)
+        x, outputs, last, gives_tensor = traced(module, input_shape)
         way = way_of(module, x)
-        # a model of transformers gives more than a tensor
-        is_plain = way == "one" and isinstance(module(x), Tensor)
         if classifier is None and not layers:
             return Net(nn.Identity(), module)
         if classifier is None and not last:
@@ -59,7 +57,8 @@ def cut_net(module: nn.Module, input_shape: tuple[int, ...], classifier: str | N
         names = [other for other, layer in module.named_modules(remove_duplicate=False) if layer is head]
         for other in names:
             module.set_submodule(other, nn.Identity())
-        net = Net(module if is_plain else Spread(module, way), head)
+        # a model of transformers gives more than a tensor
+        net = Net(module if way == "one" and gives_tensor else Spread(module, way), head)
         if not same_outputs(net, x, outputs):
             for other in names:
                 module.set_submodule(other, head)
@@ -90,7 +89,7 @@ def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) ->
         with kept_modes(module), torch.no_grad():
             module.eval()
             try:
-                x, outputs, _ = traced(module, input_shape)
+                x, outputs, *_ = traced(module, input_shape)
             # inputs of another kind, such as several tensors: the two parts are believed
             except MisconfigurationException:
                 return module  # type: ignore[return-value]
@@ -108,8 +107,8 @@ def as_net(module: nn.Module, input_shape: tuple[int, ...], num_outputs: int) ->
     return net
 
 
-def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Any, Any, list[str]]:
-    """Call a module once; return the inputs, the outputs, and the names of the layers that return these very outputs.
+def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Any, Any, list[str], bool]:
+    """Call a module once; return inputs, outputs, names of layers with these very outputs, and if it gives a tensor.
 
     Layers without parameters are left out; inner layers come before outer ones.
 
@@ -132,11 +131,13 @@ def traced(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Any, Any, l
         for x in tried:
             calls.clear()
             try:
-                outputs = called(module, x, way_of(module, x))
+                result = called(module, x, way_of(module, x))
             except Exception as error:
                 problem = problem or error
                 continue
-            return x, outputs, [path for path, result in calls if result is outputs]
+            outputs = logits_of(result)
+            names = [path for path, of_layer in calls if of_layer is outputs]
+            return x, outputs, names, isinstance(result, Tensor)
     finally:
         for hook in hooks:
             hook.remove()

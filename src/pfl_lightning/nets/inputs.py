@@ -1,35 +1,14 @@
 """Inputs of networks: the shape of one, examples of several tensors, and the ways to hand these to a module."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-
-def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return a tree with a function applied to each tensor.
-
-    Args:
-        function: maps a tensor to its replacement.
-        tree: a tensor, or dicts, tuples and lists of tensors.
-    """
-    if isinstance(tree, Mapping):
-        return {name: mapped(function, part) for name, part in tree.items()}
-    return function(tree) if isinstance(tree, Tensor) else type(tree)(mapped(function, part) for part in tree)
-
-
-def first_of(tree: Any) -> Tensor:
-    """Return the first tensor of a tree.
-
-    Args:
-        tree: a tensor, or dicts, tuples and lists of tensors.
-    """
-    if isinstance(tree, Tensor):
-        return tree
-    return first_of(next(iter(tree.values())) if isinstance(tree, Mapping) else tree[0])
+from pfl_lightning.messages import tensors, tree_map
 
 
 class InputShape(tuple[int, ...]):
@@ -67,7 +46,7 @@ class InputShape(tuple[int, ...]):
         Args:
             example: two inputs, a tree of tensors ``[2, ...]``.
         """
-        made = cls(first_of(example).shape[1:])
+        made = cls(next(tensors(example)).shape[1:])
         # the shape of a single tensor says all, as a net that looks up numbers refuses floats
         made.example = None if isinstance(example, Tensor) else example
         return made
@@ -122,7 +101,7 @@ class Spread(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Return the module's output."""
-        return called(self.module, x, self.way)
+        return logits_of(called(self.module, x, self.way))
 
 
 def called(module: nn.Module, x: Any, way: str) -> Any:
@@ -133,7 +112,11 @@ def called(module: nn.Module, x: Any, way: str) -> Any:
         x: the inputs.
         way: the way to hand them over.
     """
-    outputs = module(**x) if way == "names" else module(*x) if way == "places" else module(x)
+    return module(**x) if way == "names" else module(*x) if way == "places" else module(x)
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits of a module's output, or an output without ``logits`` as it is."""
     return outputs.logits if hasattr(outputs, "logits") else outputs
 
 
@@ -166,7 +149,7 @@ def candidates(input_shape: tuple[int, ...]) -> list[Any]:
     """
     shape = InputShape.of(input_shape)
     if shape.example is not None:
-        return [mapped(torch.clone, shape.example)]
+        return [tree_map(torch.clone, shape.example)]
     # no random numbers: the weights of further layers mustn't depend on this call
     numbers = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).view(2, *shape)
     return [numbers, torch.zeros_like(numbers, dtype=torch.int64)]
@@ -188,7 +171,7 @@ def refusal(module: nn.Module, x: Any, input_shape: tuple[int, ...], problem: Ex
             f"model.input_shape={tuple(input_shape)} ({reason}); give input_shape=data.input_shape, and a net for "
             "this shape"
         )
-    given = mapped(lambda t: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}", x)
+    given = tree_map(lambda t: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}", x)
     return MisconfigurationException(
         f"model.net={type(module).__name__} can't be called with two samples of the data, {given} ({reason}); let its "
         "forward take them, by the names of a dict, by the places of a tuple, or as one argument"

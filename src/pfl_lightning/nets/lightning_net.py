@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from pfl_lightning.internals.of_lightning import attached
 from pfl_lightning.nets.base import Net
-from pfl_lightning.nets.inputs import called, candidates, way_of
+from pfl_lightning.nets.inputs import called, candidates, logits_of, way_of
 from pfl_lightning.nets.modes import kept_modes
 
 TRAINING = ("training_step", "configure_optimizers")
@@ -625,7 +625,7 @@ def output_layer(module: LightningModule, input_shape: tuple[int, ...]) -> nn.Mo
         try:
             with kept_modes(module), torch.no_grad():
                 module.eval()
-                outputs = called(module, x, way_of(module, x))
+                outputs = logits_of(called(module, x, way_of(module, x)))
         # inputs of another kind: the layer stays unknown, and methods that need it say so
         except Exception:
             continue
