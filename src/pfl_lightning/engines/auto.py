@@ -207,10 +207,10 @@ class Auto(Engine):
             return
         self._told, reason = self._engine, self._reasons[engine]
         if isinstance(self._engine, Vectorised) and self.device.type == "cpu":
-            other = (
-                "vectorised in rounds of at least" if engine is self._alone else "another one in rounds of less than"
-            )
-            reason += f", and {other} {TOGETHER} clients a step"
+            if engine is self._alone:
+                reason += f", and vectorised in rounds of at least {TOGETHER} clients a step"
+            else:
+                reason += f"; rounds of fewer than {TOGETHER} clients a step take another engine"
         rank_zero_info(f"trainer.engine='auto' takes {type(engine).__name__.lower()}: {reason}.")
 
 
