@@ -196,6 +196,16 @@ def test_a_late_update_is_averaged_where_its_part_was():
     assert (server.state["weights"]["net.features.0.bias"] - before).round().tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
+def test_clients_with_one_net_receive_the_same_tensors_until_the_model_changes():
+    server = set_up(PartAverage(weighting="uniform"), make_client(HeteroFL, net=wide, widths=WIDTHS), clients=6)
+    first = [server.download(k)["weights"] for k in range(6)]
+    assert all(first[k][name] is first[k + 3][name] for k in range(3) for name in first[0])
+    assert all(first[0][name] is entry for name, entry in server.state["weights"].items())
+    moved = {name: entry + 1 for name, entry in first[1].items()}
+    server.aggregate({1: {"weights": moved, "class_counts": torch.tensor([1, 1, 1])}}, 0)
+    assert equal(server.download(4)["weights"], moved)
+
+
 def test_a_personal_head_on_parts():
     nets = [Narrow(wide, width) for width in WIDTHS]
     run = fit(make_client(FedPer, net=nets), aggregator=PartAverage(by_class=False))

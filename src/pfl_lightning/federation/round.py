@@ -214,8 +214,11 @@ class Round:
         # the clients.
         private, ends = bool(self.aggregator.guarantee), not federation.publishable
         method, label = type(federation.client).__name__, self.data.client_label
-        narrow = [client for client in outcomes if self.aggregator.takes_narrow and federation.architecture_of(client)]
-        parts = {client: federation.shared_of(client) for client in narrow}
+        nets = {client: federation.architecture_of(client) for client in outcomes if self.aggregator.takes_narrow}
+        # once for each net, but for the first one, of which `shared_now` is
+        of_net = {net: client for client, net in nets.items() if net}
+        shared = {net: federation.shared_of(client) for net, client in of_net.items()}
+        parts = {client: shared[net] for client, net in nets.items() if net}
         taken, diverged = accepted(
             outcomes, self.aggregator, method, federation.shared_now, round, expected if ends else 0, label, parts
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, Updates
+from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import CNN, Narrow, NetFactory, find_output_layer
 from pfl_lightning.nets.base import ModuleFactory
@@ -101,8 +101,8 @@ class PartAverage(WeightedAverage):
     (FedRolex). An entry that no client of the round has stays as it is. Rows of the output layer are averaged over the
     clients with training samples of the class. With equal nets, and without ``by_class``, it is `WeightedAverage`.
 
-    Source: Diao et al., 2021 (https://arxiv.org/abs/2010.01264); rolling: Alam et al., 2022
-    (https://arxiv.org/abs/2212.01548).
+    Source: Alam et al., 2022 (https://arxiv.org/abs/2212.01548) for rolling parts; Diao et al., 2021
+    (https://arxiv.org/abs/2010.01264) for all else.
 
     Args:
         rolling: whether parts move by one unit a round.
@@ -116,6 +116,7 @@ class PartAverage(WeightedAverage):
     fixed_clients = True
     # a late update is of an earlier round's part
     reads_arrivals = True
+    caches = frozenset({"_model", "_parts"})
 
     def __init__(
         self,
@@ -134,10 +135,23 @@ class PartAverage(WeightedAverage):
         self.state["turn"] = 0
         self.server = server
         modules = server.module.architectures()
-        self.shapes = [{name: module.state_dict()[name].shape for name in server.weights} for module in modules]
+        states = [module.state_dict() for module in modules]
+        self.shapes = [{name: state[name].shape for name in server.weights} for state in states]
         self.blocks = [blocks_of(module) for module in modules]
         layer = find_output_layer(server.module, server.module.num_classes) if self.by_class else None
         self.rows = {f"{layer}.weight", f"{layer}.bias"}
+        # the part of each net, and the model of which they are parts
+        self._model: StateDict = {}
+        self._parts: dict[int, StateDict] = {}
+
+    def net_of(self, client: int) -> int:
+        """Return the index of a client's net; newcomers take those of the first clients.
+
+        Args:
+            client: the client's id.
+        """
+        total = self.server.num_clients
+        return self.server.module.architecture_of(client % total, total)
 
     def places(self, client: int, turn: int) -> dict[str, tuple[Tensor, ...]]:
         """Return where a client's entries are in the whole model, in each dimension, by name.
@@ -146,8 +160,7 @@ class PartAverage(WeightedAverage):
             client: the client's id.
             turn: t, by how many units parts have moved.
         """
-        total = self.server.num_clients
-        net = self.server.module.architecture_of(client % total, total)
+        net = self.net_of(client)
         return places_of(self.server.weights, self.shapes[net], self.blocks[net], turn if self.rolling else 0)
 
     def average(self, updates: Updates, weights: Mapping[int, float]) -> None:
@@ -180,6 +193,15 @@ class PartAverage(WeightedAverage):
         self.move(target)
 
     def download(self, client: int) -> Message:
-        """Return the client's part of the model."""
-        places = self.places(client, self.state["turn"])
-        return {"weights": {name: taken(entry, places[name]) for name, entry in self.state["weights"].items()}}
+        """Return the client's part of the model, the same tensors for all clients with a net."""
+        net, model = self.net_of(client), self.state["weights"]
+        if self._model is not model:
+            self._model, self._parts = model, {}
+        if net not in self._parts:
+            places, shapes = self.places(client, self.state["turn"]), self.shapes[net]
+            # an entry that the net has whole is the model's own
+            self._parts[net] = {
+                name: entry if entry.shape == shapes[name] else taken(entry, places[name])
+                for name, entry in model.items()
+            }
+        return {"weights": self._parts[net]}
