@@ -218,7 +218,7 @@ def test_other_servers_refuse_parts():
         fit(make_client(HeteroFL, net=wide, widths=WIDTHS), aggregator=WeightedAverage())
 
 
-@pytest.mark.parametrize("widths", [(), (0.5, 1.0), (1.0, 0.0), (1.0, 1.5)])
+@pytest.mark.parametrize("widths", [(), (0.5, 1.0), (1.0, 0.0), (1.0, 1.5), 1.0])
 def test_widths_out_of_range_are_refused(widths):
     with pytest.raises(MisconfigurationException, match=r"model\.widths"):
         make_client(HeteroFL, net=wide, widths=widths)

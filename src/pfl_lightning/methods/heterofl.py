@@ -62,9 +62,10 @@ class HeteroFL(FedAvg):
             raise MisconfigurationException(
                 f"model.net={net} is a list, and HeteroFL makes narrow nets by model.widths; give one net."
             )
-        if not widths or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
+        several = isinstance(widths, (list, tuple)) and len(widths) > 0
+        if not several or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
             raise MisconfigurationException(
-                f"model.widths={list(widths)} must be above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
+                f"model.widths={widths} must be numbers above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
             )
         super().__init__([Narrow(net, width, scale) for width in widths], *args, **kwargs)
         self.mask = mask
