@@ -13,26 +13,15 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.engines.base import Engine, Job
+from pfl_lightning.engines.base import AnyClient, Engine, Job, ReadsClient
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
 from pfl_lightning.internals.of_torch import BatchNorm
 
 
-class ReadsClient(Exception):
-    """A download depends on the client's samples, so that clients with equal payloads have different models."""
-
-
 class SamplesMeet(ReadsClient):
     """A client's outputs or metrics depend on the samples of others in a forward pass."""
-
-
-class Unread:
-    """Stands for the samples of several clients in a download, which must not look at them."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ReadsClient
 
 
 class Alike:
@@ -50,7 +39,7 @@ class Alike:
         self.engine = engine
         self.module = module = engine.module
         normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in module.modules())
-        adapts = overrides(module, "evaluation_phases") or overrides(module, "receive")
+        adapts = overrides(module, "evaluation_phases")
         self.usable = not normalises and not adapts and not module.measures_itself
         """Whether clients can be evaluated together, as far as known."""
         self.samples_meet = False
@@ -97,20 +86,16 @@ class Alike:
 
     @contextmanager
     def _model_of(self, job: Job) -> Iterator[None]:
-        """Load the model that the job's clients have in common, as `Engine.become` loads a client's."""
-        engine, module = self.engine, self.module
-        engine.set_turn(job)
+        """Load the model that the job's clients have in common, and raise `ReadsClient` if they have none."""
+        engine = self.engine
         engine.seed_generators(job.seed)
-        engine.set_mode(training=False)
         before = engine.random_states()
-        taken = {name: vars(module).pop(name) for name in ("client_id", "steps_done")}
-        vars(module).update(training_follows=False, evaluation_follows=True)
+        anyone: Any = AnyClient()
         try:
-            module.assign(job.state.personal)
-            module.on_download(job.payload, cast(Any, Unread()))
+            engine.receive(job._replace(client=anyone), anyone)
             yield
         finally:
-            vars(module).update(taken, training_follows=True, evaluation_follows=True)
+            engine.set_turn(job)
         if any(not torch.equal(*pair) for pair in zip(before, engine.random_states(), strict=True)):
             raise ReadsClient
 

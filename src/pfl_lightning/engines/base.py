@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast, overload
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -121,6 +121,7 @@ class ClientState:
         once: payload entries that travel once, for a client at a site; elsewhere each payload includes them.
         residual: parts of the client's changes that compressed updates still owe the server, by parameter.
         batches: batches of all rounds by phase, where ``trainer.steps_continue`` goes on within an epoch.
+        is_trained: whether ``personal`` is the whole model of a client that joined afterwards, as trained in the end.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -130,6 +131,22 @@ class ClientState:
     once: Message = field(default_factory=dict)
     residual: StateDict = field(default_factory=dict)
     batches: dict[str, int] = field(default_factory=dict)
+    is_trained: bool = False
+
+
+class ReadsClient(Exception):
+    """Code for clients in general looks at one of them, so that clients with equal payloads may differ."""
+
+
+class AnyClient:
+    """Stands for the id or the data of any client, where code must be the same for all: each look at it raises."""
+
+    is_absent = True
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ReadsClient("all clients are asked for, and not one of them")
+
+    __getattr__ = __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
 
 
 class Job(NamedTuple):
@@ -440,22 +457,31 @@ class Engine(ABC):
             job: the client's work.
             training: whether local training follows; else an evaluation.
         """
-        module = self.module
-        self.set_turn(job)
-        data = job.data.to(self.device, cast(torch.dtype, module.dtype))
+        data = job.data.to(self.device, cast(torch.dtype, self.module.dtype))
+        with during("download", job.round, job.client):
+            self.receive(job, data, training)
+        return data
+
+    def receive(self, job: Job, data: ClientData | None, training: bool = False) -> None:
+        """Load a job's client into the module as `become` does, with other data in place of the client's own.
+
+        Args:
+            job: the client's work.
+            data: the data, on the training device.
+            training: as for `become`.
+        """
         self.seed_generators(job.seed)
         self.set_mode(training=False)
-        vars(module).update(
-            training_follows=training or overrides(module, "evaluation_phases"),
+        self.module.become(
+            job.client,
+            job.round,
+            job.state.personal,
+            job.payload,
+            data,
+            training_follows=training or overrides(self.module, "evaluation_phases"),
             evaluation_follows=not training or bool(job.evaluate),
+            is_trained=job.state.is_trained,
         )
-        try:
-            with torch.no_grad(), during("download", job.round, job.client):
-                module.receive(job.state.personal, job.payload, data)
-        finally:
-            # Reset for other callers of receive, after which both training and evaluation may follow.
-            vars(module).update(training_follows=True, evaluation_follows=True)
-        return data
 
     def set_turn(self, job: Job, steps_done: int = 0) -> None:
         """Set the client's id, the round and the number of steps on the module.

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import chain
 from random import Random
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -42,15 +42,6 @@ OPEN = 8
 """Different models for which clients are gathered at the same time, which bounds the payloads in memory."""
 NORMAL = 1.96
 """Quantile of the normal distribution for an interval of 95 %."""
-
-
-class AnyClient:
-    """Stands for all clients in `Aggregator.download`, where every look at the client raises."""
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise LookupError("all clients are asked for, and not one of them")
-
-    __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
 
 
 class Evaluations:
