@@ -228,6 +228,7 @@ class ClientModule(LightningModule):
         self.phase = Phase()
         self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
+        self._shared_rows: Mapping[str, Tensor] | None = None
         self._batch_idx = self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self.training_follows = self.evaluation_follows = True
@@ -460,7 +461,8 @@ class ClientModule(LightningModule):
 
         Engines call it before local training and before each evaluation of the model as received. A pass over the
         client's samples that serves one purpose alone is best skipped where ``training_follows`` or
-        ``evaluation_follows`` is false. `evaluation_phases` count as training.
+        ``evaluation_follows`` is false. `evaluation_phases` count as training. One download may serve several clients
+        with the same state and payload if it looks at none of them.
 
         Args:
             payload: the aggregator's payload for this client.
@@ -473,6 +475,8 @@ class ClientModule(LightningModule):
 
         The tensors are references. Engine ``vectorised`` returns rows of stacked tensors in their place.
         """
+        if self._shared_rows is not None:
+            return self._shared_rows
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
 
     def adapter_state(self) -> StateDict:

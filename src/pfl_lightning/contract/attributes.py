@@ -178,6 +178,7 @@ ENGINES_OWN = {
         "_given_modes",
         "_batch_idx",
         "_logged",
+        "_shared_rows",
         "client_id",
         "learning_rate",
         "phase",

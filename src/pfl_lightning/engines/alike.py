@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.engines.base import AnyClient, Engine, Job, ReadsClient
+from pfl_lightning.engines.base import Engine, Job, ReadsClient
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
@@ -57,7 +56,7 @@ class Alike:
         clients = [job.client, *job.alike]
         results: dict[str, ClientMetrics] = {}
         try:
-            with torch.no_grad(), self._model_of(job):
+            with torch.no_grad(), self.engine.common(job):
                 for split in job.evaluate:
                     gathered = job.data.source.parts(clients, split, self.engine.device)
                     if not isinstance(gathered, Parts):
@@ -83,21 +82,6 @@ class Alike:
             rank_zero_info(f"clients with one model are evaluated one by one from now on: {reason_of(error)}.")
             return None
         return Evaluated(clients, results)
-
-    @contextmanager
-    def _model_of(self, job: Job) -> Iterator[None]:
-        """Load the model that the job's clients have in common, and raise `ReadsClient` if they have none."""
-        engine = self.engine
-        engine.seed_generators(job.seed)
-        before = engine.random_states()
-        anyone: Any = AnyClient()
-        try:
-            engine.receive(job._replace(client=anyone), anyone)
-            yield
-        finally:
-            engine.set_turn(job)
-        if any(not torch.equal(*pair) for pair in zip(before, engine.random_states(), strict=True)):
-            raise ReadsClient
 
     def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[list[int], Columns]]:
         """Yield the clients with samples and their metrics, those of a forward pass together.

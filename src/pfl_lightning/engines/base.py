@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, cast, overload
 
 import torch
@@ -226,6 +227,16 @@ class Job(NamedTuple):
         if not self.has_once:
             return self.payload
         return {name: entry for name, entry in self.payload.items() if name not in self.once}
+
+
+def identities(state: ClientState, payload: Message) -> tuple[object, ...]:
+    """Return a key that is the same for equal states and payloads, as long as these exist.
+
+    Args:
+        state: a client's state.
+        payload: the client's payload.
+    """
+    return (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
 
 
 class Outcome(NamedTuple):
@@ -482,6 +493,27 @@ class Engine(ABC):
             evaluation_follows=not training or bool(job.evaluate),
             is_trained=job.state.is_trained,
         )
+
+    @contextmanager
+    def common(self, job: Job, training: bool = False) -> Iterator[None]:
+        """Load what all clients with a job's state and payload have in common, as `become` loads one of them.
+
+        Args:
+            job: the work of one of the clients.
+            training: as for `become`.
+
+        Raises:
+            ReadsClient: if the client counts up to the end of this context, by its samples, id or random numbers.
+        """
+        self.seed_generators(job.seed)
+        before, anyone = self.random_states(), cast(Any, AnyClient())
+        try:
+            self.receive(job._replace(client=anyone), anyone, training)
+            yield
+        finally:
+            self.set_turn(job)
+        if any(not torch.equal(*pair) for pair in zip(before, self.random_states(), strict=True)):
+            raise ReadsClient("a client's random numbers are drawn")
 
     def set_turn(self, job: Job, steps_done: int = 0) -> None:
         """Set the client's id, the round and the number of steps on the module.

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
 from random import Random
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
@@ -19,6 +18,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Evaluated, Job
+from pfl_lightning.engines.base import identities
 from pfl_lightning.engines.client_metrics import by_client, by_split
 from pfl_lightning.engines.evaluation import POOLED, ROWS, is_of_all, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
@@ -272,7 +272,7 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
 
     for client, size in sizes.items():
         received = state, payload = received_of(client)
-        key = (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
+        key = identities(state, payload)
         if key in groups and groups[key][2][0] + size > CHUNK:
             yield closed(key)
         # Taken out and put in again, so that the groups are in the order of their last clients.
