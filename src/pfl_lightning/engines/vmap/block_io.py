@@ -28,6 +28,10 @@ from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finit
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
+CLASS_WEIGHTS = "_class_weights"
+"""Buffer of a client's own weights of classes."""
+
+
 class BlockIO:
     """Load clients into stacks before training, and build updates and outcomes after training.
 
@@ -46,9 +50,7 @@ class BlockIO:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
-        # Caches and class weights are a client's own.
-        shares = not self.module.caches and self.module._class_weights is None
-        self._shares = {True: shares, False: shares}
+        self._shares = dict.fromkeys((True, False), not self.module.caches)
         """Whether a download for training, or else for an evaluation, may serve several clients, as far as known."""
 
     # In
@@ -79,7 +81,7 @@ class BlockIO:
         put_together([member.data for member in members])
         if (stacks := self._given(members, slots)) is not None:
             return members, stacks, self._phases(members, layout, slots)
-        if self._shares[training]:
+        if self._shares[training] and CLASS_WEIGHTS not in slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
                 return members, *self._loaded(members, keys, layout, slots, training)
@@ -96,7 +98,7 @@ class BlockIO:
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
         # `ClientModule.receive` writes these of the buffers in no `state_dict`; all others keep their values.
-        if module._class_weights is not None:
+        if CLASS_WEIGHTS in current:
             return None
         names = module.state_dict().keys() - module.common_names
         given = [{**member.job.state.personal, **member.job.payload.get("weights", {})} for member in members]
