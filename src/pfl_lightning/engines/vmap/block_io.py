@@ -18,15 +18,12 @@ from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome, identities
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block, Member
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved, rows_of, side_by_side
-
 
 CLASS_WEIGHTS = "_class_weights"
 """Buffer of a client's own weights of classes."""
@@ -56,15 +53,11 @@ class BlockIO:
     # In
 
     @torch.no_grad()
-    def receive(
-        self, jobs: list[Job], layout: Layout, slots: Slots, training: bool
-    ) -> tuple[list[Member], StateDict, list[Phase]]:
+    def receive(self, jobs: list[Job], training: bool) -> tuple[list[Member], StateDict, list[Phase]]:
         """Return the clients in the order of the jobs, stacked parameters and buffers, and the common phases.
 
         Args:
             jobs: the clients' work in this round.
-            layout: the module's layout.
-            slots: the module's slots.
             training: whether local training follows, as for `Engine.become`.
 
         Raises:
@@ -72,29 +65,31 @@ class BlockIO:
         """
         # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
-        self.attributes.refuse_references(slots)
-        if foreign := [name for name in layout.personal if name not in slots.first_names]:
+        self.attributes.refuse_references()
+        if foreign := [
+            name for name in self.attributes.layout.personal if name not in self.attributes.slots.first_names
+        ]:
             # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
         device, dtype = self.sequential.device, cast(torch.dtype, self.module.dtype)
         members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
-        if (stacks := self._given(members, slots)) is not None:
-            return members, stacks, self._phases(members, layout, slots)
-        if self._shares[training] and CLASS_WEIGHTS not in slots.current():
+        if (stacks := self._given(members)) is not None:
+            return members, stacks, self._phases(members)
+        if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
-                return members, *self._loaded(members, keys, layout, slots, training)
+                return members, *self._loaded(members, keys, training)
             except torch.cuda.OutOfMemoryError:
                 raise
             # Of any type, as hooks fail in their own ways without a client; an error of their own comes again below.
             except Exception:
                 self._shares[training] = False
-        return members, *self._loaded(members, range(len(jobs)), layout, slots, training)
+        return members, *self._loaded(members, range(len(jobs)), training)
 
-    def _given(self, members: list[Member], slots: Slots) -> StateDict | None:
+    def _given(self, members: list[Member]) -> StateDict | None:
         """Return the stacks of what `ClientModule`'s own hooks would assign; None where other hooks must run."""
-        module, device, current = self.module, self.sequential.device, slots.current()
+        module, device, current = self.module, self.sequential.device, self.attributes.slots.current()
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
         # `ClientModule.receive` writes these of the buffers in no `state_dict`; all others keep their values.
@@ -122,9 +117,9 @@ class BlockIO:
             stacks[name] = repeated(stack, len(members)) if name in alike else stack
         return stacks
 
-    def _phases(self, members: list[Member], layout: Layout, slots: Slots) -> list[Phase]:
+    def _phases(self, members: list[Member]) -> list[Phase]:
         """Return the phases that all clients have in common."""
-        signature, current = BlockSignature(self.attributes, layout), slots.current()
+        signature, current = BlockSignature(self.attributes), self.attributes.slots.current()
         # The default phases are the same for all clients.
         for member in members if overrides(self.module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
@@ -132,16 +127,12 @@ class BlockIO:
             signature.admit(phases, current)
         return phases
 
-    def _loaded(
-        self, members: list[Member], keys: Sequence[object], layout: Layout, slots: Slots, training: bool
-    ) -> tuple[StateDict, list[Phase]]:
+    def _loaded(self, members: list[Member], keys: Sequence[object], training: bool) -> tuple[StateDict, list[Phase]]:
         """Return the stacks of clients whose hooks change their rows in place, and the common phases.
 
         Args:
             members: the clients.
             keys: a key for each; clients with the same key have one download.
-            layout: the module's layout.
-            slots: the module's slots.
             training: as for `receive`.
 
         Raises:
@@ -150,12 +141,12 @@ class BlockIO:
         clients, places = Counter(keys), {key: place for place, key in enumerate(dict.fromkeys(keys))}
         firsts = dict(zip(reversed(keys), reversed(members), strict=True))
         first = [firsts[key] for key in places]
-        signature = BlockSignature(self.attributes, layout)
-        stacks = {name: repeated(tensor, len(first)) for name, tensor in slots.current().items()}
+        signature = BlockSignature(self.attributes)
+        stacks = {name: repeated(tensor, len(first)) for name, tensor in self.attributes.slots.current().items()}
         for row, (key, job) in enumerate(zip(places, self._sent_together(first), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
             common = clients[key] > 1
-            with slots.holding(entries):
+            with self.attributes.slots.holding(entries):
                 with self.attributes.of("on_download"):
                     if common:
                         with self.sequential.common(job, training):
@@ -163,7 +154,7 @@ class BlockIO:
                     else:
                         self.sequential.become(job, training)
                         phases = self.module.local_phases()
-                current = slots.current()
+                current = self.attributes.slots.current()
                 signature.admit(phases, current)
                 if row == 0:
                     # Hooks may have replaced tensors, or changed their shapes; the stacks then follow the first client.
@@ -201,14 +192,12 @@ class BlockIO:
 
     # Out
 
-    def outcomes(self, jobs: list[Job], block: Block, layout: Layout, slots: Slots) -> Iterator[Outcome]:
+    def outcomes(self, jobs: list[Job], block: Block) -> Iterator[Outcome]:
         """Yield the outcomes of trained clients, in the order of the jobs.
 
         Args:
             jobs: the clients' work in this round.
             block: the trained clients.
-            layout: the module's layout.
-            slots: the module's slots.
         """
         start, work = time.perf_counter(), self.sequential.work
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
@@ -216,9 +205,11 @@ class BlockIO:
         at_once = not own_hooks and block.entries.keys() >= set(names)
         self.sequential.set_mode(training=False)
         with torch.no_grad():
-            updates = self._upload_at_once(names, block) if at_once else self._upload_one_by_one(block, slots)
+            updates = self._upload_at_once(names, block) if at_once else self._upload_one_by_one(block)
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
-        kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
+        kept = {
+            name: block.entries[self.attributes.slots.first_names[name]] for name in self.attributes.layout.personal
+        }
         sent = [entry for stack in stacks for entry in stack.entries.values()]
         # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
         private = work.example_privacy
@@ -231,7 +222,7 @@ class BlockIO:
         *scalars, sums = moved([*recorded.values(), sums], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
-        after = self.evaluator.evaluate(block.members, block.entries, slots)
+        after = self.evaluator.evaluate(block.members, block.entries)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
         # Integer tensors are always finite, so most updates need no further check.
         counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
@@ -248,7 +239,7 @@ class BlockIO:
                 ),
                 metrics=metrics,
                 finite=sound and (private is not None or all(map(math.isfinite, metrics.values()))),
-                after=self._evaluate_alone(row, block, slots) if after is None else after.metrics(job.client),
+                after=self._evaluate_alone(row, block) if after is None else after.metrics(job.client),
                 seconds=seconds,
                 releases=() if private is None else tuple(private.releases(work, block.phases, block.sizes[row])),
                 steps=member.steps,
@@ -276,17 +267,17 @@ class BlockIO:
         update, private = self.module.upload(member.data), self.sequential.work.example_privacy
         return update if private is None else private.noised_update(update, member.job.seed)
 
-    def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
+    def _upload_one_by_one(self, block: Block) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
         updates: list[Message] = []
         stacks: dict[tuple[str, ...], Stack] = {}
         for row, member in enumerate(block.members):
             entries = {name: stack[row].detach() for name, stack in block.entries.items()}
-            with self._turn_of(member, entries, slots, "upload"):
+            with self._turn_of(member, entries, "upload"):
                 with self.attributes.of("upload"):
                     update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
-                take_over(slots.current(), entries)
+                take_over(self.attributes.slots.current(), entries)
             weights = update.get("weights")
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
                 chosen = tuple(weights)
@@ -300,21 +291,21 @@ class BlockIO:
                 member.stream.keep()
         return arrived_together(updates, self.sequential.device)
 
-    def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
+    def _evaluate_alone(self, row: int, block: Block) -> dict[str, dict[str, float]]:
         """Evaluate a trained client as `Sequential` does, in copies of its entries, as an evaluation may train."""
         member = block.members[row]
         entries = {name: stack[row].detach().clone() for name, stack in block.entries.items()}
         self.sequential.set_mode(training=False)
-        with self._turn_of(member, entries, slots, "evaluation"):
+        with self._turn_of(member, entries, "evaluation"):
             return self.sequential.evaluate_present(member.job, member.data)
 
     @contextmanager
-    def _turn_of(self, member: Member, entries: StateDict, slots: Slots, phase: str) -> Iterator[None]:
+    def _turn_of(self, member: Member, entries: StateDict, phase: str) -> Iterator[None]:
         """Put a trained client into the module inside this context: its entries, caches, turn and random stream."""
         self.sequential.set_turn(member.job, member.steps)
         self.attributes.put(member.caches)
         member.stream.restore()
-        with slots.holding(entries), during(phase, member.job.round, member.job.client):
+        with self.attributes.slots.holding(entries), during(phase, member.job.round, member.job.client):
             yield
 
 

@@ -38,7 +38,7 @@ class Unvectorisable(MisconfigurationException):
 
 
 class SharedAttributes(Leaks):
-    """The plain attributes of a client module, a single copy for all clients of a block.
+    """The plain attributes of a client module, a single copy for all clients of a block, and the places of entries.
 
     Args:
         module: the client module.
@@ -48,6 +48,11 @@ class SharedAttributes(Leaks):
         super().__init__(module)
         self.differing: frozenset[str] = frozenset()
         """Paths of caches that differ between the block's clients; each client has its own."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Look for the module's entries, in whose places others may be since the last round."""
+        self.layout, self.slots = Layout.of(self.module), Slots(self.module)
 
     def place(self, path: str) -> tuple[dict[str, Any], str]:
         """Return the attribute dict of a path's submodule, and the attribute's name."""
@@ -99,18 +104,15 @@ class SharedAttributes(Leaks):
         if name := self.changed(before, self.look(), frozenset() if caches else self._caches):
             raise Unvectorisable(self.module, reason.format(name))
 
-    def refuse_references(self, slots: Slots) -> None:
+    def refuse_references(self) -> None:
         """Refuse lists and dicts of parameters or buffers in attributes.
 
         Under vmap the module's slots hold other tensors, and such a reference would reach the old ones.
 
-        Args:
-            slots: the module's parameters and buffers.
-
         Raises:
             Unvectorisable: if there is such a reference.
         """
-        entries = {id(slot.tensor) for slot in slots if slot.tensor is not None}
+        entries = {id(slot.tensor) for slot in self.slots if slot.tensor is not None}
         for m in self.module.modules():
             tables = set(map(id, entry_tables(m)))
             for name, value in vars(m).items():
@@ -148,12 +150,10 @@ class BlockSignature:
 
     Args:
         attributes: the module's attributes.
-        layout: the module's layout.
     """
 
-    def __init__(self, attributes: SharedAttributes, layout: Layout) -> None:
+    def __init__(self, attributes: SharedAttributes) -> None:
         self._attributes = attributes
-        self._layout = layout
         self._first: tuple[Any, Any, Look] | None = None
         self._caches: list[tuple[dict[str, Any], Look]] = []
 
@@ -170,7 +170,7 @@ class BlockSignature:
         module = self._attributes.module
         if any(phase.data is not None for phase in phases):
             raise Unvectorisable(module, "it has a phase with samples of its own")
-        common = [{**vars(phase), "trains": list(self._layout.trained(phase))} for phase in phases]
+        common = [{**vars(phase), "trains": list(self._attributes.layout.trained(phase))} for phase in phases]
         shapes = {name: tensor.shape for name, tensor in entries.items()}
         caches = self._attributes.caches
         self._caches.append((caches, looked_at(caches)))
@@ -245,7 +245,6 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
 
 def vectorised(
     attributes: SharedAttributes,
-    slots: Slots,
     member: Member,
     entries: StateDict,
     at_once: Callable[[], Result],
@@ -255,7 +254,6 @@ def vectorised(
 
     Args:
         attributes: the module's attributes.
-        slots: the module's slots.
         member: the first client.
         entries: parameters and buffers, a row per client.
         at_once: computes the result for all clients.
@@ -267,17 +265,16 @@ def vectorised(
     """
     module = attributes.module
 
-    prepared = partial(first_client, attributes, slots, member, entries)
+    prepared = partial(first_client, attributes, member, entries)
     return computed(at_once, alone, partial(Unvectorisable, module), prepared)
 
 
 @contextmanager
-def first_client(attributes: SharedAttributes, slots: Slots, member: Member, entries: StateDict) -> Iterator[None]:
+def first_client(attributes: SharedAttributes, member: Member, entries: StateDict) -> Iterator[None]:
     """Put copies of the first client's entries into the module inside this context, and tell the module where it is.
 
     Args:
         attributes: the module's attributes.
-        slots: the module's slots.
         member: the first client.
         entries: parameters and buffers, a row per client.
     """
@@ -287,7 +284,7 @@ def first_client(attributes: SharedAttributes, slots: Slots, member: Member, ent
     absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
     attributes.put(absent)
     try:
-        with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
+        with attributes.slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
             with during("training", job.round, job.client):
                 yield
     finally:
