@@ -192,29 +192,29 @@ class Job(NamedTuple):
         if self.job_of is not None:
             yield from map(self.job_of, self.alike)
 
-    def continues(self, phase: Phase, work: LocalWork) -> bool:
+    def continues(self, phase: Phase, extent: Extent) -> bool:
         """Return True if a phase's batches go on where the round before stopped: of steps, and of the client's samples.
 
         Args:
             phase: the phase.
-            work: the settings of local training.
+            extent: the phase's length.
         """
-        return self.order_seed is not None and phase.data is None and work.extent(phase).steps is not None
+        return self.order_seed is not None and phase.data is None and extent.steps is not None
 
     def orders(
-        self, phase: Phase, work: LocalWork, samples: int, smallest: int, generator: torch.Generator
+        self, phase: Phase, extent: Extent, samples: int, smallest: int, generator: torch.Generator
     ) -> tuple[Iterator[Tensor], int]:
         """Return the sample orders of a phase's epochs, and the batches of the first that an earlier round has trained.
 
         Args:
             phase: the phase.
-            work: the settings of local training.
+            extent: the phase's length.
             samples: number of samples, at least one batch.
             smallest: the smallest usable batch.
             generator: draws the orders, one after another as they are asked for.
         """
-        size, last, epochs, steps, limit = work.extent(phase)
-        if self.continues(phase, work):
+        size, last, epochs, steps, limit = extent
+        if self.continues(phase, extent):
             begun = self.state.batches.get(phase.name, 0)
             return continued_orders(samples, size, last, smallest, cast(int, self.order_seed), begun, limit)
         # As many epochs as its steps take, which only the caller can count.
@@ -370,13 +370,14 @@ class Engine(ABC):
         )
         engine = f"trainer.engine={type(self).__name__}"
         for result in results:
-            if unasked := set(result.clients) - missing:
+            clients = result.clients
+            if not missing.issuperset(clients):
                 raise ClientsLost(
-                    f"{engine} gave an unrequested result of {named(sorted(unasked))} in the {phase} "
+                    f"{engine} gave an unrequested result of {named(sorted(set(clients) - missing))} in the {phase} "
                     f"{moment(phase, round)}, or a second one; {self.when_clients_miss}."
                 )
-            missing.difference_update(result.clients)
-            if isinstance(result, Outcome) and (job := unfinished.pop(result.client, None)) is not None:
+            missing.difference_update(clients)
+            if unfinished and isinstance(result, Outcome) and (job := unfinished.pop(result.client, None)) is not None:
                 result = cast(Callable[[Outcome, Job], Outcome], job.finish)(result, job)
             yield result
         # Count the jobs that the engine never took.

@@ -231,6 +231,9 @@ class BlockIO:
             row = block.rows[job.client]
             member, metrics = block.members[row], means[row]
             sound = finite[row] and (counts_only or is_finite(others[row]))
+            measured: dict[str, dict[str, float]] = {}
+            if job.evaluate:
+                measured = self._evaluate_alone(row, block) if after is None else after.metrics(job.client)
             yield Outcome(
                 client=job.client,
                 update=updates[row],
@@ -239,7 +242,7 @@ class BlockIO:
                 ),
                 metrics=metrics,
                 finite=sound and (private is not None or all(map(math.isfinite, metrics.values()))),
-                after=self._evaluate_alone(row, block) if after is None else after.metrics(job.client),
+                after=measured,
                 seconds=seconds,
                 releases=() if private is None else tuple(private.releases(work, block.phases, block.sizes[row])),
                 steps=member.steps,

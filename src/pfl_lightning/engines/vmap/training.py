@@ -94,11 +94,12 @@ class BlockTrainer:
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
                 member.scaler = state
+        extent = self.work.extent(phase)
         totals = counts.tolist(), plan.batches.tolist(), plan.samples.tolist()
         for member, count, made, samples in zip(block.members, *totals, strict=True):
             member.steps += count
             member.samples += samples
-            if member.job.continues(phase, self.work):
+            if member.job.continues(phase, extent):
                 member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + made
 
     def _scales(self, block: Block) -> Scales:
@@ -174,7 +175,8 @@ class BlockTrainer:
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        (size, _, epochs, steps, _), smallest = self.work.extent(phase), self.sequential.smallest_batch
+        extent, smallest = self.work.extent(phase), self.sequential.smallest_batch
+        size, _, epochs, steps, _ = extent
         accumulate = self.work.accumulate
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
@@ -185,7 +187,7 @@ class BlockTrainer:
                 continue
             # With several phases the client's generator continues from phase to phase, as in `Sequential`.
             own = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
-            epochs_left, done = member.job.orders(phase, self.work, samples, smallest, own)
+            epochs_left, done = member.job.orders(phase, extent, samples, smallest, own)
             if (first := next(epochs_left, None)) is None:
                 continue
             lengths[row], skipped[row] = first.numel(), done
