@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -276,7 +275,8 @@ class BlockIO:
         stacks: dict[tuple[str, ...], Stack] = {}
         for row, member in enumerate(block.members):
             entries = {name: stack[row].detach() for name, stack in block.entries.items()}
-            with self._turn_of(member, entries, "upload"):
+            member.stream.restore()
+            with self.attributes.turn_of(member, entries, "upload"):
                 with self.attributes.of("upload"):
                     update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
@@ -299,17 +299,9 @@ class BlockIO:
         member = block.members[row]
         entries = {name: stack[row].detach().clone() for name, stack in block.entries.items()}
         self.sequential.set_mode(training=False)
-        with self._turn_of(member, entries, "evaluation"):
-            return self.sequential.evaluate_present(member.job, member.data)
-
-    @contextmanager
-    def _turn_of(self, member: Member, entries: StateDict, phase: str) -> Iterator[None]:
-        """Put a trained client into the module inside this context: its entries, caches, turn and random stream."""
-        self.sequential.set_turn(member.job, member.steps)
-        self.attributes.put(member.caches)
         member.stream.restore()
-        with self.attributes.slots.holding(entries), during(phase, member.job.round, member.job.client):
-            yield
+        with self.attributes.turn_of(member, entries, "evaluation"):
+            return self.sequential.evaluate_present(member.job, member.data)
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:

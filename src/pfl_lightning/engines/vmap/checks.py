@@ -1,7 +1,7 @@
 """Refuse client modules unable to run for many clients at once, or giving wrong results in silence."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -120,6 +120,34 @@ class SharedAttributes(Leaks):
                 if held and id(value) not in tables and not entries.isdisjoint(map(id, held)):
                     reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
+
+    @contextmanager
+    def turn_of(self, member: Member, entries: StateDict, phase: str) -> Iterator[None]:
+        """Put a client into the module inside this context, and name the client in errors.
+
+        Args:
+            member: the client, whose turn, steps and caches the module gets.
+            entries: the client's parameters and buffers, which hooks may change.
+            phase: as for `during`.
+        """
+        job, before = member.job, self.caches
+        vars(self.module).update(client_id=job.client, round=job.round, steps_done=member.steps)
+        self.put(member.caches)
+        try:
+            with self.slots.holding(entries), during(phase, job.round, job.client):
+                yield
+        finally:
+            self.take(self.caches.keys() - before.keys())
+            self.put(before)
+
+    def first_turn(self, first: Member, stacks: StateDict) -> AbstractContextManager[None]:
+        """Return the context of the first client's turn, in copies of its entries.
+
+        Args:
+            first: the client.
+            stacks: parameters and buffers, a row per client.
+        """
+        return self.turn_of(first, {name: stack[0].detach().clone() for name, stack in stacks.items()}, "training")
 
     @contextmanager
     def without_turn(self) -> Iterator[None]:
@@ -263,29 +291,5 @@ def vectorised(
         Unvectorisable: if the code fails for many clients at once, but not for the first client alone. An error of the
             first client alone is raised unchanged.
     """
-    module = attributes.module
-
-    prepared = partial(first_client, attributes, member, entries)
-    return computed(at_once, alone, partial(Unvectorisable, module), prepared)
-
-
-@contextmanager
-def first_client(attributes: SharedAttributes, member: Member, entries: StateDict) -> Iterator[None]:
-    """Put copies of the first client's entries into the module inside this context, and tell the module where it is.
-
-    Args:
-        attributes: the module's attributes.
-        member: the first client.
-        entries: parameters and buffers, a row per client.
-    """
-    module, job = attributes.module, member.job
-    vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
-    # Put back the client's hidden caches, which it may read when it runs alone.
-    absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
-    attributes.put(absent)
-    try:
-        with attributes.slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
-            with during("training", job.round, job.client):
-                yield
-    finally:
-        attributes.take(absent)
+    prepared = partial(attributes.first_turn, member, entries)
+    return computed(at_once, alone, partial(Unvectorisable, attributes.module), prepared)

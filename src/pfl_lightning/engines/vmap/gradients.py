@@ -17,7 +17,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.steps import step_values, weighs_batches
 from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
-from pfl_lightning.engines.vmap.checks import SharedAttributes, first_client, vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dense import DenseNet
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
@@ -482,7 +482,7 @@ class Differentiator:
             member: the client.
             stream: its stream to draw from.
         """
-        with first_client(self.attributes, member, entries):
+        with self.attributes.first_turn(member, entries):
             current = {slot.name: slot.current for slot in self.slots}
             stream.restore()
             values = step_values(self.module, batch, index)
