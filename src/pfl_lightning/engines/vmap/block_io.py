@@ -74,7 +74,8 @@ class BlockIO:
         members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
         if (stacks := self._given(members)) is not None:
-            return members, stacks, self._phases(members)
+            # Evaluations have no local phases.
+            return members, stacks, self._phases(members) if training else []
         if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
@@ -118,7 +119,7 @@ class BlockIO:
 
     def _phases(self, members: list[Member]) -> list[Phase]:
         """Return the phases that all clients have in common."""
-        signature, current = BlockSignature(self.attributes), self.attributes.slots.current()
+        signature, current = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots.current()
         # The default phases are the same for all clients.
         for member in members if overrides(self.module, "local_phases") else members[:1]:
             self.sequential.set_turn(member.job)
@@ -140,7 +141,7 @@ class BlockIO:
         clients, places = Counter(keys), {key: place for place, key in enumerate(dict.fromkeys(keys))}
         firsts = dict(zip(reversed(keys), reversed(members), strict=True))
         first = [firsts[key] for key in places]
-        signature = BlockSignature(self.attributes)
+        signature = BlockSignature(self.attributes, self.attributes.is_close or not training)
         stacks = {name: repeated(tensor, len(first)) for name, tensor in self.attributes.slots.current().items()}
         for row, (key, job) in enumerate(zip(places, self._sent_together(first), strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}

@@ -178,10 +178,12 @@ class BlockSignature:
 
     Args:
         attributes: the module's attributes.
+        compares: whether attributes are compared after each client; else the end of the round shows their changes.
     """
 
-    def __init__(self, attributes: SharedAttributes) -> None:
+    def __init__(self, attributes: SharedAttributes, compares: bool) -> None:
         self._attributes = attributes
+        self._compares = compares
         self._first: tuple[Any, Any, Look] | None = None
         self._caches: list[tuple[dict[str, Any], Look]] = []
 
@@ -203,12 +205,14 @@ class BlockSignature:
         caches = self._attributes.caches
         self._caches.append((caches, looked_at(caches)))
         if self._first is None:
-            self._first = common, shapes, self._attributes.look()
+            self._first = common, shapes, self._attributes.look() if self._compares else {}
             return
         if common != self._first[0]:
             raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
             raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
+        if not self._compares:
+            return
         reason = "it stores client data in {}, which is no buffer"
         self._attributes.refuse_changes(self._first[2], reason, caches=False)
 
