@@ -34,6 +34,7 @@ from pfl_lightning.callbacks import (
     best_checkpoint,
     is_pair,
 )
+from pfl_lightning.callbacks.trackers import records
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
 from pfl_lightning.data import FederatedDataModule
@@ -49,6 +50,7 @@ from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets.lightning_net import LightningNet, trains_itself
+from pfl_lightning.plots.results import Results
 from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
@@ -56,7 +58,7 @@ from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.schedules import Schedule
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.server.base import Aggregator
-from pfl_lightning.settings import Unpack, is_count
+from pfl_lightning.settings import Unpack, is_count, value_text
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
 
 
@@ -212,6 +214,8 @@ class FederatedTrainer(Trainer):
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
         arguments = cast(dict[str, Any], kwargs)
         refuse_meaningless(max_rounds, arguments)
+        # before defaults are filled in, as the repr has the user's settings alone
+        self._call = call_of(given)
         if example_privacy is not None and arguments.get("detect_anomaly"):
             raise MisconfigurationException(
                 "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
@@ -226,6 +230,7 @@ class FederatedTrainer(Trainer):
         """Round and path of the checkpoint that was written last."""
         # A LightningModule that was given in place of a client module, and the client module made of it.
         self._given: tuple[LightningModule | None, ClientModule | None] = None, None
+        self._predicted: dict[int | str, Predictions] = {}
         # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
@@ -238,6 +243,26 @@ class FederatedTrainer(Trainer):
         self.limit_predict_batches = 1.0
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
+
+    def __repr__(self) -> str:
+        federation = self.lightning_module if hasattr(self, "strategy") else None
+        if not isinstance(federation, Federation):
+            return self._call
+        data = getattr(self, "datamodule", None)
+        return f"{self._call}, after round {federation.round} of {federation.method} on {type(data).__name__}"
+
+    @property
+    def results(self) -> Results:
+        """The results so far: tables of rounds, clients, the chosen round and predictions, and a picture of the rounds.
+
+        They are those of `fit`, also after other calls, and of the last `predict`.
+        """
+        [record, *_] = records(self)
+        federation = self.lightning_module
+        method = federation.method if isinstance(federation, Federation) else "no run yet"
+        data = getattr(self, "datamodule", None)
+        name = method if data is None else f"{method}-{type(data).__name__}"
+        return Results(record.rows, record.clients, record.summary, self._predicted, name)
 
     @property
     def joins(self) -> bool:
@@ -521,7 +546,8 @@ class FederatedTrainer(Trainer):
             # callbacks of the run, of which a prediction has no need
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
             found = super().predict(federation, asked, None, return_predictions, path)
-        return asked.named(cast(list[Predictions], found or []))
+        self._predicted = asked.named(cast(list[Predictions], found or []))
+        return self._predicted
 
     def _predict_saved(
         self,
@@ -556,7 +582,8 @@ class FederatedTrainer(Trainer):
         )
         asked = Asked(clients, data, lambda: saved.data, lambda: saved.kept)
         found = loop.predict(saved, asked, return_predictions=return_predictions)
-        return asked.named(cast(list[Predictions], found or []))
+        self._predicted = asked.named(cast(list[Predictions], found or []))
+        return self._predicted
 
     def client(self, client: int | str) -> ClientModule:
         """Return one client's model after a fit or an evaluation: an independent copy, an ordinary LightningModule.
@@ -733,6 +760,19 @@ MEANINGLESS = {
     "barebones": "it forbids the record; leave it out",
     "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
 }
+
+
+def call_of(given: Mapping[str, Any]) -> str:
+    """Return the call that makes a Trainer, with the arguments that differ from their defaults.
+
+    Args:
+        given: the local names at the beginning of ``__init__``.
+    """
+    arguments = {name: value for name, value in given.items() if name not in ("self", "kwargs", "__class__")}
+    defaults = inspect.signature(FederatedTrainer).parameters
+    changed = {name: value for name, value in arguments.items() if value != defaults[name].default}
+    shown = {"max_rounds": given["max_rounds"], **changed, **given["kwargs"]}
+    return f"{type(given['self']).__name__}({', '.join(f'{name}={value_text(each)}' for name, each in shown.items())})"
 
 
 def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
