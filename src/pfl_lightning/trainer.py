@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,7 @@ from pfl_lightning.data.files import read_checkpoint
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.engines.errors import cut_to_hook, tell_names
+from pfl_lightning.federation.cross_matrix import CrossMatrix, cross_matrix
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -224,8 +225,9 @@ class FederatedTrainer(Trainer):
         given["cohort"] = cohort or Uniform()
         given["limit_train_batches"] = 1.0 if limit_train_batches is None else limit_train_batches
         self.rounds = FederationOptions(**{option.name: given[option.name] for option in fields(FederationOptions)})
-        # Set while join() runs Lightning's test, in which _run_stage then joins instead.
-        self._joining: Callable[[Federation], dict[str, float]] | None = None
+        # Set while join() or matrix() runs Lightning's test, in which _run_stage then does their work instead.
+        self._in_place_of_test: Callable[[Federation], Any] | None = None
+        self._joins = False
         self._saved: tuple[int, str] = (0, "")
         """Round and path of the checkpoint that was written last."""
         # A LightningModule that was given in place of a client module, and the client module made of it.
@@ -267,7 +269,7 @@ class FederatedTrainer(Trainer):
     @property
     def joins(self) -> bool:
         """True while `join` is running, which Lightning takes for a test."""
-        return self._joining is not None
+        return self._joins
 
     @property
     def global_step(self) -> int:
@@ -411,9 +413,9 @@ class FederatedTrainer(Trainer):
             # Replaces Lightning's SIGTERM handler, which starts a collective wherever this rank happens to be, and so
             # may hang.
             with stoppable():
-                if self._joining is not None:
-                    # Lightning thinks that it tests, with all its set-up; joining replaces the loop alone.
-                    return self._joining(federation)
+                if self._in_place_of_test is not None:
+                    # Lightning thinks that it tests, with all its set-up; the work replaces the loop alone.
+                    return self._in_place_of_test(federation)
                 results = super()._run_stage()
                 # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
@@ -643,12 +645,58 @@ class FederatedTrainer(Trainer):
                 no payload for them.
         """
         federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        self._joining = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
+        self._joins = True
+        try:
+            work = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
+            return cast(dict[str, float], self._instead_of_test(work, federation, data, path))
+        finally:
+            self._joins = False
+
+    def matrix(
+        self,
+        model: LightningModule | None = None,
+        datamodule: FederatedDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        metric: str | None = None,
+        clients: Sequence[int | str] | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> CrossMatrix:
+        """Test each client's model on every client's test rows: K clients take K times the work of a test.
+
+        The models are those of the federation's own evaluations, so that each one's figure on its own client is the
+        ``test/`` figure in the record.
+
+        Args:
+            model: the client module; None takes the federation of this Trainer as it stands.
+            datamodule: the clients' data.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            metric: the metric, such as ``acc``; None takes the one that selects the best round.
+            clients: names or ids of the clients whose models are tested; None takes all.
+            aggregator: the server side, instead of the client module's own.
+
+        Returns:
+            The matrix, with ``frame``, ``plot()``, ``markdown()`` and ``write(folder)``.
+
+        Raises:
+            MisconfigurationException: if there is no such client or metric, or if clients' states are elsewhere.
+        """
+        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        work = partial(cross_matrix, metric=metric, clients=clients)
+        with warnings.catch_warnings():
+            # callbacks of the run, of which a matrix has no need
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+            return cast(CrossMatrix, self._instead_of_test(work, federation, data, path))
+
+    def _instead_of_test(
+        self, work: Callable[[Federation], Any], federation: Federation, data: FederatedDataModule, path: str | None
+    ) -> Any:
+        """Return the result of some work, done in place of the loop of Lightning's test."""
+        self._in_place_of_test = work
         try:
             with ended_together(self.strategy), leaving_nothing_if_refused(self):
-                return cast(dict[str, float], super().test(federation, datamodule=data, ckpt_path=path))
+                return super().test(federation, datamodule=data, ckpt_path=path)
         finally:
-            self._joining = None
+            self._in_place_of_test = None
 
     def _evaluated(
         self,

@@ -365,6 +365,47 @@ def plot_by_client(
     return figure
 
 
+def plot_cross_matrix(
+    values: Sequence[Sequence[float]], models: Sequence[str], clients: Sequence[str], metric: str = "test/acc"
+) -> "Figure":
+    """Plot a heat map of each client's model on every client's rows; a frame marks each model's own client.
+
+    Args:
+        values: the metric by model and client; NaN is left grey.
+        models: names of the models' clients, from top to bottom.
+        clients: names of the rows' clients, from left to right.
+        metric: the metric's column.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    percent = 100 if metric.endswith("acc") else 1
+    table = percent * np.array(values, dtype=float)
+    down, across = table.shape
+    size = 2 + 0.42 * min(across, 25), 1.5 + 0.36 * min(down, 25)
+    figure = Figure(figsize=(max(size[0], 4.2), max(size[1], 2.8)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", cmap="Blues", interpolation="nearest")
+    axes.set_facecolor("lightgrey")
+    axes.set(xlabel="test rows of client", ylabel="model of client", title="Each client's model on every client's rows")
+    for set_ticks, names, turned in ((axes.set_xticks, clients, 60), (axes.set_yticks, models, 0)):
+        places = range(0, len(names), 1 + (len(names) - 1) // 25)
+        set_ticks(places, [axis_label(place, names) for place in places], rotation=turned)
+    for row, model in enumerate(models):
+        if model in clients:
+            place = clients.index(model) - 0.5, row - 0.5
+            axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="C1", linewidth=1.5))
+    # figures of more cells would overlap
+    if max(down, across) <= 12:
+        middle = (np.nanmin(table) + np.nanmax(table)) / 2
+        for (row, column), value in np.ndenumerate(table):
+            if not np.isnan(value):
+                text, color = f"{value:.0f}" if percent > 1 else f"{value:.3g}", "white" if value > middle else "black"
+                axes.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
+    figure.colorbar(image, ax=axes, label=in_words(metric))
+    return figure
+
+
 def plot_sizes(clients: Sequence[Mapping[str, Any]]) -> "Figure":
     """Plot each client's number of training samples; above each bar the number of classes if known.
 
