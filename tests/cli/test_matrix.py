@@ -52,7 +52,9 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["matrix", "predict"])
 def test_a_run_from_python_is_told_what_to_call_there(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    pfl(f"{FIT} --trainer.max_rounds 1")
     fit(make_client(FedPer), root="runs", max_rounds=1)
     words = {"matrix": "matrix", "predict": "predict --client 0 --data rows.csv"}[command]
     said = refusal(words, capsys)
     assert "config.yaml" in said and f"trainer.{command}(" in said and "--config" in said
+    assert f"{command if command == 'matrix' else '--ckpt_path'} runs/FedPer-Digits/version_0" in said

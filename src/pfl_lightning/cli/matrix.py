@@ -32,7 +32,7 @@ def main(args: list[str]) -> int:
     path = checkpoint_of(options.ckpt_path, options.runs, "matrix")
     file = options.config or path.parent.parent / "config.yaml"
     if not file.is_file():
-        raise UsageError(f"matrix: {file} is no file; {configuration_elsewhere(options, 'matrix')}.")
+        raise UsageError(f"matrix: {file} is no file; {configuration_elsewhere(options, 'matrix', 'matrix ')}.")
     made = configured(["--config", str(file), *QUIET.split()])
     matrix = made.trainer.matrix(
         made.model,

@@ -169,15 +169,16 @@ def checkpoint_of(given: str, runs: Path, command: str = "predict") -> Path:
     return path
 
 
-def configuration_elsewhere(options: Any, command: str) -> str:
+def configuration_elsewhere(options: Any, command: str, run: str = "--ckpt_path ") -> str:
     """Return advice where a checkpoint has no configuration beside it, as after a run from Python.
 
     Args:
         options: the command's options.
         command: the command, which is the Trainer's method too.
+        run: the beginning of the command's argument for a run.
     """
     other = newest(options.runs, options.ckpt_path) if options.ckpt_path in ("best", "last") else None
-    instead = f", or take the newest run of the command line, {other.parents[1]}" if other else ""
+    instead = f", or take the newest run of the command line by {run}{other.parents[1]}" if other else ""
     return (
         f"a run from Python writes none: call trainer.{command}(..., ckpt_path=...) there, or give the configuration "
         f"of the checkpoint's run by --config{instead}"
