@@ -104,9 +104,17 @@ class FederatedTrainer(Trainer):
         max_rounds: rounds to run, at least 1.
         clients_per_round: clients per round: a number (an integer), or a fraction of all (above 0.0 and up to 1.0,
             rounded, at least one client).
-        local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
+        local_epochs: passes over a client's training data per round, above 0; None is 1, unless ``local_steps`` is
+            given. Of a fraction, such as 0.5 or 1.5, a client takes this many times the optimizer steps of its epoch,
+            rounded down to a whole number of steps, at least one; each round draws a new order of samples. A mapping
+            from names or ids, such as ``{"Bremen": 3, "Ulm": 0.5}``, or a list with a number for each client, lets
+            clients differ; those without an entry train 1 epoch. Phases of a method with epochs of their own keep them.
         local_steps: optimizer steps per client and round, instead of ``local_epochs``: of a batch each, or of
             ``accumulate_grad_batches``.
+        lr_factors: factors of single clients' learning rates, by name or id, such as ``{"Bremen": 0.5}``, or a list
+            with a factor for each client; clients without an entry have 1. A client's rate in each phase is the
+            configured one, as ``lr_scheduler`` has changed it, times the factor; the record's column ``lr`` has the
+            rate before the factor. None leaves all rates as they are.
         steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
             as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
             epochs, or have samples of their own, begin anew in either case.
@@ -183,7 +191,7 @@ class FederatedTrainer(Trainer):
         self,
         max_rounds: int = 100,
         clients_per_round: int | float = 1.0,
-        local_epochs: int | None = None,
+        local_epochs: int | float | dict[str, float] | list[float] | None = None,
         local_steps: int | None = None,
         engine: str | type[Engine] = "auto",
         workers: int | None = None,
@@ -208,6 +216,7 @@ class FederatedTrainer(Trainer):
         checkpoint_common: bool = True,
         checkpoint_every: int = 1,
         schedule: Schedule | None = None,
+        lr_factors: dict[str, float] | list[float] | None = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # before any other name is set

@@ -242,7 +242,9 @@ def plot_drift(
     return figure
 
 
-def plot_against_local_epochs(runs: Mapping[str, tuple[Any, int | Sequence[int]]], metric: str = "val/acc") -> "Figure":
+def plot_against_local_epochs(
+    runs: Mapping[str, tuple[Any, float | Sequence[float]]], metric: str = "val/acc"
+) -> "Figure":
     """Plot a metric against the local epochs of a client in all rounds so far, one line per run.
 
     Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
@@ -254,7 +256,7 @@ def plot_against_local_epochs(runs: Mapping[str, tuple[Any, int | Sequence[int]]
         metric: the column to draw.
 
     Raises:
-        MisconfigurationException: if epochs are missing or less than 1.
+        MisconfigurationException: if epochs are missing, or one isn't above 0.
     """
     scaled = {name: _by_epochs(name, rows_of(run), epochs) for name, (run, epochs) in runs.items()}
     figure = plot_curves(scaled, metric)
@@ -262,12 +264,12 @@ def plot_against_local_epochs(runs: Mapping[str, tuple[Any, int | Sequence[int]]
     return figure
 
 
-def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: int | Sequence[int]) -> list[dict[str, Any]]:
+def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: float | Sequence[float]) -> list[dict[str, Any]]:
     """Return the rows with the number of epochs so far instead of the round's number."""
-    by_round = [epochs] if isinstance(epochs, int) else list(epochs)
-    if not by_round or min(by_round) < 1:
+    by_round = [epochs] if isinstance(epochs, (int, float)) else list(epochs)
+    if not by_round or min(by_round) <= 0:
         raise MisconfigurationException(
-            f"runs[{name!r}]: local epochs {epochs} must be a number from 1 up, or at least one such number."
+            f"runs[{name!r}]: local epochs {epochs} must be a number above 0, or at least one such number."
         )
     last = max((int(row["round"]) for row in rows), default=0)
     by_round += by_round[-1:] * (last - len(by_round))
