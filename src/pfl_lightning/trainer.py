@@ -8,10 +8,10 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -37,8 +37,9 @@ from pfl_lightning.callbacks import (
 from pfl_lightning.callbacks.trackers import records
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
-from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data import ClientDatasets, FederatedDataModule
 from pfl_lightning.data.files import read_checkpoint
+from pfl_lightning.data.sources.client_modules import are_modules
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.engines.errors import cut_to_hook, tell_names
@@ -61,6 +62,10 @@ from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.server.base import Aggregator
 from pfl_lightning.settings import Unpack, is_count, value_text
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
+from pfl_lightning.tasks import OwnLoss
+
+ClientsData: TypeAlias = FederatedDataModule | Mapping[Any, LightningDataModule] | Sequence[LightningDataModule] | None
+"""Clients' data: a data module of all, or a LightningDataModule for each client."""
 
 
 class TrainerSettings(TypedDict, total=False):
@@ -242,6 +247,8 @@ class FederatedTrainer(Trainer):
         # A LightningModule that was given in place of a client module, and the client module made of it.
         self._given: tuple[LightningModule | None, ClientModule | None] = None, None
         self._predicted: dict[int | str, Predictions] = {}
+        # LightningDataModules of clients that were given as the data, and the data module made of them.
+        self._modules: tuple[Any, FederatedDataModule | None] = None, None
         # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
@@ -345,9 +352,9 @@ class FederatedTrainer(Trainer):
     def fit(  # type: ignore[override]
         self,
         model: LightningModule,
-        train_dataloaders: FederatedDataModule | None = None,
+        train_dataloaders: ClientsData = None,
         val_dataloaders: None = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
         resume_changed: bool = False,
@@ -359,7 +366,7 @@ class FederatedTrainer(Trainer):
                 afterwards it holds the global model.
             train_dataloaders: the clients' data, as ``datamodule``, so that ``fit(model, data)`` works.
             val_dataloaders: unused; keeps Lightning's signature.
-            datamodule: the clients' data.
+            datamodule: the clients' data; or a LightningDataModule for each client, by name or in a list.
             ckpt_path: a checkpoint to resume from, or ``last`` for the last one of this method's newest run, whose
                 folder the run continues in; without a checkpoint yet, a new run starts.
             aggregator: the server side, instead of the client module's own.
@@ -370,7 +377,7 @@ class FederatedTrainer(Trainer):
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
         """
-        datamodule = data_in(datamodule, train_dataloaders, val_dataloaders)
+        datamodule = self._data_of(data_in(datamodule, train_dataloaders, val_dataloaders), model)
         federation = self._federation(model, datamodule, aggregator)
         federation.resume_changed = resume_changed
         path = checkpoint_file(self, ckpt_path, begun=True)
@@ -452,10 +459,10 @@ class FederatedTrainer(Trainer):
     def validate(  # type: ignore[override]
         self,
         model: LightningModule | None = None,
-        dataloaders: FederatedDataModule | None = None,
+        dataloaders: ClientsData = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
         """Evaluate every client on the client's validation split.
@@ -469,7 +476,7 @@ class FederatedTrainer(Trainer):
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        datamodule = data_in(datamodule, dataloaders)
+        datamodule = self._data_of(data_in(datamodule, dataloaders), model)
         federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().validate(federation, datamodule=data, ckpt_path=path, verbose=verbose)
@@ -477,10 +484,10 @@ class FederatedTrainer(Trainer):
     def test(  # type: ignore[override]
         self,
         model: LightningModule | None = None,
-        dataloaders: FederatedDataModule | None = None,
+        dataloaders: ClientsData = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
         """Evaluate every client on the client's test split.
@@ -494,7 +501,7 @@ class FederatedTrainer(Trainer):
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        datamodule = data_in(datamodule, dataloaders)
+        datamodule = self._data_of(data_in(datamodule, dataloaders), model)
         federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().test(federation, datamodule=data, ckpt_path=path, verbose=verbose)
@@ -503,7 +510,7 @@ class FederatedTrainer(Trainer):
         self,
         model: LightningModule | None = None,
         data: Any = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         clients: Iterable[int | str] | Mapping[int | str, Any] | None = None,
@@ -534,9 +541,12 @@ class FederatedTrainer(Trainer):
             MisconfigurationException: if there is no such client, if rows have another form than in training, or if a
                 client's model needs samples that aren't here.
         """
-        if isinstance(data, FederatedDataModule):
+        if isinstance(data, FederatedDataModule) or are_modules(data):
             # Lightning's own second argument may be a data module.
             data, datamodule = None, data
+        datamodule = self._data_of(datamodule, model)
+        if data is None and clients is None and isinstance(datamodule, ClientDatasets) and datamodule.to_predict:
+            clients = datamodule.to_predict
         if isinstance(clients, str) or not isinstance(clients, Iterable | None):
             # what is no client is refused with the clients that there are
             clients = [clients]
@@ -620,7 +630,7 @@ class FederatedTrainer(Trainer):
     def join(
         self,
         model: LightningModule | None = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         epochs: int | None = None,
         rounds: int = 1,
         ckpt_path: str | Path | None = None,
@@ -653,7 +663,7 @@ class FederatedTrainer(Trainer):
             MisconfigurationException: if there are no new clients, if a name is of no new client, or if the server has
                 no payload for them.
         """
-        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        federation, data, path = self._evaluated(model, self._data_of(datamodule, model), aggregator, ckpt_path)
         self._joins = True
         try:
             work = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
@@ -664,7 +674,7 @@ class FederatedTrainer(Trainer):
     def matrix(
         self,
         model: LightningModule | None = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         ckpt_path: str | Path | None = None,
         metric: str | None = None,
         clients: Sequence[int | str] | None = None,
@@ -689,7 +699,7 @@ class FederatedTrainer(Trainer):
         Raises:
             MisconfigurationException: if there is no such client or metric, or if clients' states are elsewhere.
         """
-        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
+        federation, data, path = self._evaluated(model, self._data_of(datamodule, model), aggregator, ckpt_path)
         work = partial(cross_matrix, metric=metric, clients=clients)
         with warnings.catch_warnings():
             # callbacks of the run, of which a matrix has no need
@@ -754,6 +764,22 @@ class FederatedTrainer(Trainer):
         federation = Federation(cast(ClientModule, model), aggregator, self.rounds)
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
+
+    def _data_of(self, given: ClientsData, model: LightningModule | None) -> FederatedDataModule | None:
+        """Return the data module; of clients' LightningDataModules one that is made of them, once.
+
+        Args:
+            given: the argument ``datamodule``.
+            model: the argument ``model``, whose task is taken where a client module is given.
+        """
+        if not isinstance(given, (Mapping, list, tuple)):
+            return given
+        known, data = self._modules
+        if known is not given or data is None:
+            task = model.task if isinstance(model, ClientModule) else OwnLoss()
+            data = ClientDatasets.of_modules(given, task)
+            self._modules = given, data
+        return data
 
     def _client_of(self, module: LightningModule, data: FederatedDataModule | None) -> ClientModule:
         """Return FedAvg's client module of a LightningModule; the same one again for the same module.
@@ -915,7 +941,7 @@ def check_callback(callback: Any) -> None:
             )
 
 
-def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedDataModule | None:
+def data_in(datamodule: ClientsData, *loaders: Any) -> ClientsData:
     """Return the data module, which may stand in place of a loader; refuse loaders, which hold no clients.
 
     Args:
@@ -926,8 +952,9 @@ def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedD
         MisconfigurationException: if a loader is given, or two data modules.
     """
     given = [loader for loader in loaders if loader is not None]
-    if datamodule is None and len(given) == 1 and given[0] is loaders[0] and isinstance(given[0], FederatedDataModule):
-        return given[0]
+    first = given[0] if given and given[0] is loaders[0] else None
+    if datamodule is None and len(given) == 1 and (isinstance(first, FederatedDataModule) or are_modules(first)):
+        return cast(ClientsData, first)
     if given:
         raise MisconfigurationException(
             "data loaders hold no clients; give datamodule=, a FederatedDataModule, such as "
@@ -966,7 +993,8 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
     if not isinstance(datamodule, FederatedDataModule):
         raise MisconfigurationException(
             f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data, "
-            "such as TableData for a table and ClientDatasets for Datasets of each client."
+            "such as TableData for a table and ClientDatasets for Datasets of each client, or a dict with a "
+            "LightningDataModule for each client."
         )
     if aggregator is not None and not isinstance(aggregator, Aggregator):
         name = getattr(aggregator, "__name__", type(aggregator).__name__)
