@@ -773,7 +773,7 @@ class FederatedTrainer(Trainer):
             model: the argument ``model``, whose task is taken where a client module is given.
         """
         if not isinstance(given, (Mapping, list, tuple)):
-            return given
+            return cast(FederatedDataModule | None, given)
         known, data = self._modules
         if known is not given or data is None:
             task = model.task if isinstance(model, ClientModule) else OwnLoss()

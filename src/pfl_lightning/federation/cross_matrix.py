@@ -55,7 +55,8 @@ class CrossMatrix:
     @property
     def means(self) -> tuple[float, float]:
         """Plain means of the models on their own client's rows, and on all others' rows; NaN without a value."""
-        own, others = [], []
+        own: list[float] = []
+        others: list[float] = []
         for model, row in zip(self.models, self.values, strict=True):
             for client, value in zip(self.clients, row, strict=True):
                 if not math.isnan(value):
