@@ -135,7 +135,7 @@ class APFL(PersonalNet, FedAvg):
         else:
             # by name and not by `requires_grad`, which an export takes from all parameters
             entries = self.personal.named_parameters()
-            v = {name: own for name, own in entries if f"personal.{name}" not in self.common_names}
+            v: StateDict = {name: own for name, own in entries if f"personal.{name}" not in self.common_names}
             outputs = functional_call(self.personal, self.mixture(self.alpha, v), (x,))
         return outputs
 

@@ -108,7 +108,7 @@ class KNNPer(FedAvg):
             outputs: Tensor = self.net(x)
             return outputs
         rows = max(1, DISTANCES // len(self.known[0]))
-        return self.mixed(x, lambda h: joined([self.near(chunk, exact_squares) for chunk in h.split(rows)]))
+        return self.mixed(x, lambda h: joined([self.near(chunk, exact_squares) for chunk in torch.split(h, rows)]))
 
     def predicting_module(self) -> nn.Module:
         """Return the mixture, with the features and targets of the client's training samples in it.

@@ -1,5 +1,6 @@
 """Columns of a table: choice by name, reading, conversion to numbers, and checks."""
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -222,7 +223,9 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], te
         raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
 
 
-def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Collection[str]) -> tuple[Any, str]:
+def rows_table(
+    rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Collection[str], fills: bool = False
+) -> tuple[Any, str]:
     """Return raw rows as a data frame of some columns, and a name of the rows for messages.
 
     Args:
@@ -230,6 +233,7 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
         columns: names of the columns.
         csv: settings of ``pandas.read_csv``.
         texts: columns of texts in the training table, in which cells such as 01 stay texts.
+        fills: whether a missing column is a gap in all rows.
 
     Raises:
         MisconfigurationException: if the rows are no table, a column is missing, or there is no row.
@@ -247,11 +251,13 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
     # a Parquet file knows its types and has no cells to part
     options = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
     there = column_names(path, options)
+    lacking = [column for column in columns if column not in there] if fills else []
     for column in columns:
-        check_column(f"inputs of {owner}", column, there)
-    if not len(table := read_table(path, columns, options, texts)):
+        if column not in lacking:
+            check_column(f"inputs of {owner}", column, there)
+    if not len(table := read_table(path, [each for each in columns if each not in lacking], options, texts)):
         raise MisconfigurationException(f"data: {owner} has no row to predict for; give at least one")
-    return table, owner
+    return table.assign(**dict.fromkeys(lacking, math.nan))[list(columns)], owner
 
 
 def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:
