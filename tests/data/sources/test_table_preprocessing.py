@@ -621,7 +621,8 @@ def numbers(*sites, **more):
     count = 40 * len(sites)
     table = pandas.DataFrame({"age": drawn.normal(50, 10, count), "bmi": drawn.normal(25, 3, count)})
     table["ward"] = drawn.choice(["eyes", "heart"], count)
-    return table.assign(ill=np.where(table["age"] > 50, "yes", "no"), site=np.repeat(sites, 40), **more)
+    own = {"ill": np.where(table["age"] > 50, "yes", "no"), "site": np.repeat(sites, 40)}
+    return table.assign(**own | more)
 
 
 @pytest.mark.parametrize("by", ["table", "client"])
@@ -680,7 +681,7 @@ def test_missing_columns_are_filled_only_with_values_for_gaps():
 def test_predict_and_join_take_rows_with_other_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     numbers("Bremen", "Ulm").to_csv("hospitals.csv", index=False)
-    numbers("Jena", pulse=70).drop(columns="bmi").to_csv("late.csv", index=False)
+    numbers("Jena", pulse=70, ward="eyes").drop(columns="bmi").to_csv("late.csv", index=False)
     numbers("Ulm").drop(columns="bmi").head(3).to_csv("fewer.csv", index=False)
     data = "--data TableData --data.path hospitals.csv --data.target ill --data.client site --data.preprocessing auto"
     task = "--data.task Classification --data.task.num_classes 2 --model FedPer --model.net MLP"

@@ -45,6 +45,7 @@ from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import (
     NAMELESS,
+    OWNER,
     as_text,
     check_column,
     check_finite_column,
@@ -79,6 +80,8 @@ LARGE = 100
 class TableData(OwnedData):
     """A table with one row per sample: a CSV or Parquet file, or a data frame; needs the extra ``tables``.
 
+    A folder with a ``CLIENT.csv`` or ``CLIENT.parquet`` for each client is one table, whose clients are named by files.
+
     Inputs are the numbers in the feature columns, [number of features]. A column of texts becomes codes, the positions
     of its texts in a vocabulary: the vocabulary in ``categories``; or the categories of a pandas Categorical, in their
     order; or all texts of the column in alphabetical order. Texts that are classes become codes in the same way, with
@@ -94,7 +97,8 @@ class TableData(OwnedData):
     fitted values of each column under ``numbers``, ``categories`` and ``category_fill``.
 
     Args:
-        path: the file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
+        path: the file, ``.csv`` or ``.parquet``; or a folder of such files, one a client; from Python also a pandas
+            data frame.
         target: column of the target, or columns for several targets per sample.
         task: the prediction task.
         features: columns of the inputs; None takes all other columns, and refuses ids and dates among them.
@@ -193,6 +197,13 @@ class TableData(OwnedData):
         self._path = Path(path) if isinstance(path, str | os.PathLike) else path
         self._where = str(self._path) if isinstance(self._path, Path) else "the data frame"
         self._csv = {"decimal": decimal, "sep": separator}
+        if isinstance(self._path, Path) and self._path.is_dir():
+            if client is not None:
+                raise MisconfigurationException(
+                    f"data.client={client!r}: each file of the folder data.path={self._where!r} is a client's, by its "
+                    "name; leave data.client out, or give one file"
+                )
+            client = OWNER
         self._others = {"client": client, "split": split_column, "time": time, "group": group}
         # only the header is read here, so that a wrong name is refused before a large file is read
         there = self._there = column_names(self._path, self._csv)
@@ -308,14 +319,16 @@ class TableData(OwnedData):
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         # names of clients and groups are read as texts, since client 01 isn't client 1
-        is_csv = isinstance(self._path, Path) and self._path.suffix == ".csv"
+        is_csv = isinstance(self._path, Path) and self._path.suffix != ".parquet"
         by_role = {
             role: column for role in ("client", "group") if is_csv and (column := self._others[role]) is not None
         }
-        apart = set(by_role.values()) - {*self._features, *self._targets, self._others["time"]}
+        # of a folder's column there is nothing to read
+        apart = set(by_role.values()) - {OWNER} - {*self._features, *self._targets, self._others["time"]}
         # and a column that had texts in training has them here too, so that 01 doesn't become 1
         kept = self._text_columns if self.adopted else ()
-        table = read_table(self._path, [name for name in wanted if name in self._there], self._csv, [*apart, *kept])
+        there = [name for name in wanted if name in self._there]
+        table = read_table(self._path, there, self._csv, [*apart, *kept], self.fill_missing_columns)
         if lacking := [name for name in wanted if name not in self._there]:
             rank_zero_warn(
                 f"data.fill_missing_columns: {self._where} has no column {listed(lacking)}, which counts as a gap in "
