@@ -1,7 +1,7 @@
 """The client side: the base class of client modules, and the phases of local training."""
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
-from pfl_lightning.client.module import Batch, ClientModule, ClientSettings
+from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Batch",
     "ClientModule",
     "ClientSettings",
+    "Forward",
     "Phase",
     "everything",
     "export_adapters",

@@ -16,8 +16,8 @@ from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData
-from pfl_lightning.data.sources.columns import check_column, package
-from pfl_lightning.data.sources.hf_data import local_dataset
+from pfl_lightning.data.sources.columns import SPLITS, check_column, package
+from pfl_lightning.data.sources.hf_data import SAVED, local_dataset
 from pfl_lightning.nets.causal_lm import local_folder
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import NextToken
@@ -56,10 +56,6 @@ PLAIN = (
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 """A chat template without tokens of its own, for tokenizers of models that were trained on plain texts."""
-SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files in the folder of a saved ``datasets.Dataset``, one of them at least."""
-SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
-"""Names of files that tell splits, which aren't taken for clients."""
 AT_ONCE = 1000
 """Conversations that are tokenized in one call."""
 
