@@ -12,8 +12,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from pfl_lightning.internals.of_torch import has_hooks, is_wrapped
 from pfl_lightning.nets.base import Net
 from pfl_lightning.nets.modes import kept_modes
+from pfl_lightning.tasks.chunked_logits import ChunkedLogits
 
 DType = Literal["float32", "bfloat16"]
 Attention = Literal["sdpa", "eager"]
@@ -60,6 +62,9 @@ class CausalLM(Net):
         gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
             ``vectorised`` doesn't allow it.
         quantize: frozen weights in 8 or 4 bits, by bitsandbytes.
+        chunk_tokens: positions whose logits exist at once in training, such as 1024, for less memory with large
+            vocabularies; None computes the logits of a whole batch. The loss is the same. Engine ``vectorised`` doesn't
+            allow it.
 
     Raises:
         MisconfigurationException: if there is no such model, it doesn't fit the data, a setting is none of its
@@ -78,12 +83,18 @@ class CausalLM(Net):
         attention: Attention = "sdpa",
         gradient_checkpointing: bool = False,
         quantize: Bits | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         check_choices(dtype=(dtype, DType), attention=(attention, Attention), quantize=(quantize, Bits))
         if quantize is not None and lora is None:
             raise MisconfigurationException(
                 f"model.net.quantize={quantize} freezes all weights, and model.net.lora=null has no adapters to train; "
                 "give lora, such as {r: 8}."
+            )
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+            raise MisconfigurationException(
+                f"model.net.chunk_tokens={chunk_tokens!r} must be a number of positions, at least 1, such as 1024, or "
+                "null for all of a batch."
             )
         loaded = load(model, dtype, attention, quantize)
         check_sizes(loaded.config, model, input_shape, num_classes)
@@ -96,7 +107,8 @@ class CausalLM(Net):
         else:
             loaded.requires_grad_(True)
         super().__init__(
-            Body(loaded.base_model, attention == "eager"), Logits(loaded.get_output_embeddings(), num_classes)
+            Body(loaded.base_model, attention == "eager"),
+            Logits(loaded.get_output_embeddings(), num_classes, chunk_tokens),
         )
         # past nn.Module: as a submodule it would give each entry of the `state_dict` a second name
         vars(self)["adapted"] = adapted
@@ -175,19 +187,26 @@ class Logits(nn.Module):
     Args:
         output: the layer, which may have adapters.
         tokens: number of tokens of the task.
+        chunk_tokens: positions of a chunk in training; None has no chunks.
     """
 
-    def __init__(self, output: nn.Module, tokens: int) -> None:
+    def __init__(self, output: nn.Module, tokens: int, chunk_tokens: int | None = None) -> None:
         super().__init__()
         self.output = output
         self.tokens = tokens
+        self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[n, T, tokens]``, in single precision at least.
+        """Return logits ``[n, T, tokens]``, in single precision at least; in training by chunks if there are some.
 
         Args:
             hidden: hidden states ``[n, T, d]``.
         """
+        # chunks are of three dimensions less one, so that they come back here for their own logits
+        if self.chunk_tokens and hidden.dim() > 2 and self.training and torch.is_grad_enabled():
+            # what is computed again in the backward pass has neither hooks of a method nor transforms of torch
+            if not is_wrapped(hidden) and not any(map(has_hooks, self.modules())):
+                return ChunkedLogits(self, hidden, self.chunk_tokens)  # type: ignore[return-value]
         logits: Tensor = self.output(hidden)[..., : self.tokens]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

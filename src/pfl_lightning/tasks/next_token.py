@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
+from pfl_lightning.tasks.chunked_logits import ChunkedLogits
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class NextToken(Task):
         """Number of logits per position."""
         return self.vocabulary
 
-    def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+    def loss(self, outputs: Tensor | ChunkedLogits, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of the counted positions; see `Task.loss`."""
+        if isinstance(outputs, ChunkedLogits):
+            total = outputs.errors(target, self.ignore_index).sum()
+            return total / self.weight(target) if reduction == "mean" else total
         # cross_entropy wants classes in the second dimension: flat positions spare a transposed copy of all logits
         flat = outputs.flatten(0, -2), target.flatten()
         return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction=reduction)
