@@ -28,6 +28,7 @@ MODULES = {
     "compare": "pfl_lightning.cli.compare",
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
+    "memory": "pfl_lightning.cli.memory",
     "methods": "pfl_lightning.cli.methods_table",
     "predict": "pfl_lightning.cli.predict",
     "status": "pfl_lightning.cli.status",
