@@ -28,7 +28,7 @@ def test_a_table_of_a_configuration(capsys):
         )
     assert not ended.value.code
     rows = table(capsys)
-    assert rows["gradients"] == rows["trained weights"] > 0 and rows["optimizer"] >= 2 * rows["gradients"]
+    assert rows["gradients"] == rows["trained weights"] > 0 and rows["optimizer"] > 1.8 * rows["gradients"]
     assert re.search(r"states of \d+ clients", " ".join(rows))
 
 

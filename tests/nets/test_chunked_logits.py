@@ -12,8 +12,8 @@ from language_models import LENGTH, TOKENS, texts, write_models
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.methods import FedALT, FedAvg, FedDPA, FedExLoRA, FedProx
 from pfl_lightning.nets import CausalLM
+from pfl_lightning.nets.chunked_logits import ChunkedLogits
 from pfl_lightning.tasks import NextToken
-from pfl_lightning.tasks.chunked_logits import ChunkedLogits
 
 CHUNK = 5
 """Positions of a chunk, of which batches have several."""

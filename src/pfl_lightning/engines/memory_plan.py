@@ -55,7 +55,7 @@ class MemoryPlan:
         return self.frozen + self.trained + max(self.step, self.optimizer + self.evaluation)
 
 
-class Living(DispatchMode):
+class Living(DispatchMode):  # type: ignore[no-untyped-call]
     """Count the bytes of the tensors that operations make and nobody has let go of yet.
 
     Args:
@@ -63,7 +63,7 @@ class Living(DispatchMode):
     """
 
     def __init__(self, known: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         # held, so that no later one has its id
         self._known = {id(t.untyped_storage()): t.untyped_storage() for t in tensors(known)}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pfl_lightning.internals.of_torch import has_hooks, is_wrapped
 from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.chunked_logits import ChunkedLogits
 from pfl_lightning.nets.modes import kept_modes
-from pfl_lightning.tasks.chunked_logits import ChunkedLogits
 
 DType = Literal["float32", "bfloat16"]
 Attention = Literal["sdpa", "eager"]

@@ -37,8 +37,8 @@ class ChunkedLogits:
         counted = target.flatten() != ignore_index
         places = counted.nonzero()[:, 0]
         pieces = zip(
-            self.hidden.flatten(0, -2)[places].split(self.size),
-            target.flatten()[places].split(self.size),
+            torch.split(self.hidden.flatten(0, -2)[places], self.size),
+            torch.split(target.flatten()[places], self.size),
             strict=True,
         )
         # one chunk alone has no other beside it in memory, and is computed once
