@@ -268,6 +268,30 @@ def test_packed_texts_train_as_those_apart_under_each_engine(models, family, set
         assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
+def test_clients_that_learn_nothing_have_the_base_model_s_own_perplexity(models):
+    # as behind `local+tuned/untrained`
+    untrained = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.0, total_iters=1000000)
+    federation = fit(client_of(build(models), Local, lr_scheduler=untrained))
+    data, total, count = texts(), 0.0, 0
+    data.setup("fit")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models / "llama").eval()
+    for client in range(CLIENTS):
+        part = data.part(client, "test")
+        model = federation.model_of(client).eval()
+        with torch.no_grad():
+            assert torch.equal(model(part.x), base(input_ids=part.x).logits)
+            total += float(data.task.loss(base(input_ids=part.x).logits, part.y, "sum"))
+        count += int((part.y != -100).sum())
+    settings = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = FederatedTrainer(max_rounds=1, enable_model_summary=False, **settings)
+    client = client_of(build(models), Local, lr_scheduler=untrained)
+    trainer.fit(client, datamodule=texts())
+    [found] = trainer.test(client, datamodule=texts(), verbose=False)
+    assert found["test/perplexity"] == pytest.approx(torch.tensor(total / count).exp().item(), rel=1e-5)
+
+
 def test_a_window_of_attention_is_left_to_the_model(models):
     body = build(models)((LENGTH,), TOKENS).eval().features
     inputs = {"input_ids": torch.randint(0, TOKENS, (1, LENGTH)), "position_ids": torch.arange(LENGTH)[None]}

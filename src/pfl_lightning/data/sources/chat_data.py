@@ -62,8 +62,8 @@ ALPACA = (
     "appropriately completes the request.\n\n{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
     "{% elif message['role'] == 'user' %}### Instruction:\n{{ message['content'] }}\n\n"
-    "{% else %}### Response:\n{% generation %}{{ message['content'] }}{{ eos_token or '' }}{% endgeneration %}{{ '\n\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+    "{% else %}### Response:\n{% generation %}{{ message['content'] }}{{ eos_token or '' }}{% endgeneration %}"
+    "{{ '\n\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
 )
 """The template of Stanford Alpaca, https://github.com/tatsu-lab/stanford_alpaca."""
 VICUNA = (
