@@ -1,5 +1,6 @@
 """Conversations, of files that are written here, with a tokenizer of twenty words."""
 
+import csv
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, pfl, refusal
+from pfl_lightning.callbacks.generation_samples import continued
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, ChatData
 
@@ -423,3 +425,31 @@ def test_a_command_refuses_a_method_whose_models_are_no_adapters(tokenizer, tmp_
     checkpoint = fitted("FedALT", tokenizer, 1)
     assert refusal(f"adapters {checkpoint} adapters", capsys).startswith("model=FedALT ")
     assert not Path("adapters").exists()
+
+
+def test_prompts_are_answered_by_each_client_with_the_base_loaded_once_for_all(tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = fitted("FedSALoRA", tokenizer, 2)
+    Path("prompts.txt").write_text("hi there\nyou\n")
+    kind, loads = transformers.AutoModelForCausalLM, []
+    load = kind.from_pretrained
+    monkeypatch.setattr(
+        kind, "from_pretrained", lambda *args, **settings: loads.append(args) or load(*args, **settings)
+    )
+    answers = {}
+    for clients in ("all", "Ulm"):
+        loads.clear()
+        with pytest.raises(SystemExit) as ended:
+            pfl(f"predict --ckpt_path {checkpoint} --client {clients} --data prompts.txt --out {clients}.csv")
+        assert not ended.value.code
+        # one for the configuration's own model, and one for all clients
+        assert len(loads) == 2
+        with Path(f"{clients}.csv").open(newline="") as file:
+            answers[clients] = [list(row.values()) for row in csv.DictReader(file)]
+    assert [row[0] for row in answers["all"]] == ["Bonn", "Bonn", "Ulm", "Ulm"]
+    # the client before leaves nothing behind
+    assert answers["all"][2:] == answers["Ulm"]
+    model, data = ClientModule.load_from_checkpoint(checkpoint, client="Bonn"), ChatData(ROWS, tokenizer)
+    made = continued(model, data.encode("you"), 64, model.input_shape[0], data.end_tokens)
+    assert answers["all"][1][1:] == ["you", data.decode(made)]
