@@ -20,7 +20,7 @@ from pfl_lightning.client import export_adapters
 from pfl_lightning.client.adapter_folders import folder_name
 from pfl_lightning.data import TensorData
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local, PFedMe
+from pfl_lightning.methods import FedALT, FedAvg, FedDPA, FedExLoRA, FedPer, LGFedAvg, Local, PFedMe
 from pfl_lightning.nets import CausalLM, Net
 from pfl_lightning.tasks import NextToken
 
@@ -335,6 +335,13 @@ def test_layers_computed_again_give_the_same_gradients_and_are_not_vectorised(mo
     assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
     with pytest.raises(MisconfigurationException, match="gradient_checkpointing"):
         fit(client_of(again), engine="vectorised")
+
+
+@pytest.mark.parametrize("method", [FedALT, FedDPA, FedExLoRA])
+def test_layers_are_not_computed_again_with_weights_that_are_gone(models, method):
+    client = client_of(build(models, gradient_checkpointing=True, lora={"r": 2}), method)
+    with pytest.raises(MisconfigurationException, match=r"gradient_checkpointing=true .*FedIT"):
+        fit(client, max_rounds=2)
 
 
 def test_a_frozen_head_leaves_no_part_to_keep_or_to_share(models):

@@ -157,6 +157,8 @@ class Body(nn.Module):
         inputs = {"input_ids": x} if isinstance(x, Tensor) else x
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
+        if self.training and torch.is_grad_enabled() and self.computes_again:
+            check_own_weights(self)
         positions = inputs.get("position_ids")
         # a mask for all layers leaves no layer a shorter window
         whole = self.window is None or inputs["input_ids"].shape[-1] <= self.window
@@ -164,6 +166,11 @@ class Body(nn.Module):
             inputs = {**inputs, "attention_mask": self.mask(positions)}
         hidden: Tensor = self.layers(**inputs, use_cache=False).last_hidden_state
         return hidden
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return any(getattr(layer, "gradient_checkpointing", False) is True for layer in self.layers.modules())
 
     def mask(self, positions: Tensor) -> Tensor:
         """Return the mask ``[n, 1, T, T]`` by which tokens see earlier ones of their own text.
@@ -179,6 +186,23 @@ class Body(nn.Module):
             return seen
         dtype = self.layers.dtype
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def check_own_weights(body: nn.Module) -> None:
+    """Check that no method has put other weights into layers that are computed again in the backward pass.
+
+    Args:
+        body: the layers.
+
+    Raises:
+        MisconfigurationException: if one has: they would be gone by then, and gradients wrong.
+    """
+    if not all(isinstance(parameter, nn.Parameter) for parameter in body.parameters()):
+        raise MisconfigurationException(
+            "model.net.gradient_checkpointing=true computes layers again in the backward pass, and the method has "
+            "weights beside the net's own, as FedDPA, FedALT and FedExLoRA have; set false, or take another method, "
+            "such as FedIT or FedSALoRA."
+        )
 
 
 class Logits(nn.Module):
