@@ -238,3 +238,21 @@ def test_a_backward_pass():
     )
     assert torch.equal(found[0], 2 * x.detach() * factors) and found[1] is None
     assert x.grad is None
+
+
+def test_tensors_of_shapes_alone_have_no_memory_and_work_beside_others():
+    with names.shapes_alone():
+        huge = torch.zeros(2**40, 8)
+    assert (huge[torch.tensor([3])] @ torch.ones(8, 2)).shape == (1, 2)
+
+
+def test_a_mode_sees_operations_of_the_backward_pass():
+    class Seen(names.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen, x = [], torch.ones(2, requires_grad=True)
+    with Seen():
+        x.exp().sum().backward()
+    assert seen[0] == "aten.exp.default" and "aten.mul.Tensor" in seen

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,7 +19,7 @@ from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import read_settings
-from pfl_lightning.client.module import payloads_of
+from pfl_lightning.client.module import payloads_of, saved_client
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.files import ARRAYS, read_array, read_checkpoint
 from pfl_lightning.data.sources.columns import as_text, read_table
@@ -325,10 +326,19 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     kind = class_of(config, "model", pfl_lightning.methods)
     rows = []
     [window] = cast(FederatedDataModule, data).input_shape
-    for client in clients:
+    # one for all: reading a language model's weights takes longer than an answer
+    loaded = kind.load_from_checkpoint(models.get(clients[0], path), map_location="cpu")
+    nets = loaded.architectures()
+    for number, client in enumerate(clients, 1):
         # names come before ids
         whose = int(client) if client.isdigit() and client not in names and not at_site else client
-        model = kind.load_from_checkpoint(models.get(client, path), map_location="cpu", client=whose)
+        own = models.get(client, path)
+        federation = read_checkpoint(own, map_location=loaded.device, mapped=False)["federation"]
+        saved = saved_client(own, federation, whose, loaded.architecture_of, loaded.device)
+        # a copy shares the frozen weights, and has nothing of the client before
+        model = deepcopy(nets[saved.architecture])
+        model.become_saved(saved)
+        print(f"predict: client {client}, {number} of {len(clients)}", file=sys.stderr)
         for prompt in prompts:
             tokens = continued(model, data.encode(prompt), options.max_new_tokens, window, data.end_tokens)
             rows.append({"client": client, "prompt": prompt, "answer": data.decode(tokens)})

@@ -267,6 +267,8 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
         raise Unvectorisable(
             module, "its net has gradient_checkpointing=true, which computes layers again for one client at a time"
         )
+    if any(getattr(layer, "chunk_tokens", None) for layer in module.modules()):
+        raise Unvectorisable(module, "its net has chunk_tokens, and chunks are computed again for one client at a time")
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,
