@@ -62,13 +62,14 @@ def main(args: list[str]) -> int:
             f"memory: the step of {type(made.model).__name__} can't be computed by shapes alone ({reason}); run fit "
             "with --trainer.max_rounds 1 and measure."
         ) from error
+    # an optimizer that lasts for the run is a state of each client
     for line in lines(plan, clients, rounds.cohort_size(clients), made.model.optimizer_lifetime == "run"):
         print(line)
     return 0
 
 
 def built(args: list[str]) -> Configured:
-    """Return the objects of a configuration, with nets that have no weights where that is possible.
+    """Return the objects of a configuration, with nets without weights where possible.
 
     Args:
         args: the options of ``fit``.
@@ -89,6 +90,7 @@ def full_batch(module: ClientModule, data: FederatedDataModule) -> Batch:
         module: the client module.
         data: its data, set up.
     """
+    # no client has a fuller batch than the one with most samples
     largest = max(range(data.num_clients), key=lambda client: data.size(client, "train"))
     rows = min(data.batch_size, data.size(largest, "train"))
     one = data.part(largest, "train").take(slice(1)).to("cpu", cast(torch.dtype, module.dtype))

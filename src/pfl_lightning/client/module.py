@@ -338,7 +338,7 @@ class ClientModule(LightningModule):
         return outputs
 
     def predicting_module(self) -> nn.Module:
-        """Return a module with the outputs of `forward` for this client as it is now, which `export` writes.
+        """Return a module with the present client's outputs of `forward`, for `export`.
 
         An override of `forward` that branches on the client's state, such as a client that hasn't trained yet, needs
         an override of this hook too: formats for other programs have no such branches. The hook takes the branch once,
@@ -787,7 +787,7 @@ class ClientModule(LightningModule):
             own[name].copy_(tensor)
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
-        """Load a client's personal entries, then the server's payload; `become` tells the module which client it is.
+        """Load a client's personal entries, then the server's payload; `become` also gives the module the client's id.
 
         Args:
             personal: the client's personal entries, by name.

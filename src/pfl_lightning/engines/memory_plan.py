@@ -56,7 +56,7 @@ class MemoryPlan:
 
 
 class Living(DispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of the tensors that operations make and nobody has let go of yet.
+    """Count the bytes of all tensors made by operations and still in use.
 
     Args:
         known: tensors that exist already, whose views are no new memory.
@@ -70,7 +70,7 @@ class Living(DispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count what it makes."""
+        """Run an operation, and count the bytes of its results."""
         made = func(*args, **(kwargs or {}))
         for tensor in tensors(list(made) if isinstance(made, (list, tuple)) else [made]):
             storage = tensor.untyped_storage()
@@ -83,7 +83,7 @@ class Living(DispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _gone(self, key: int) -> None:
-        """Take off the bytes of memory that nobody holds any more."""
+        """Take off the bytes of memory in use no longer."""
         self.bytes -= self._sizes.pop(key)
 
 
@@ -114,7 +114,7 @@ def weightless(module: nn.Module) -> Iterator[None]:
 
 
 def emptied(entry: Tensor) -> Tensor:
-    """Return a tensor of zeros on the CPU, of the same shape and kind; in `shapes_alone` it has no memory."""
+    """Return a tensor of zeros on the CPU, of the same shape and kind; without memory in `shapes_alone`."""
     made = torch.empty_strided(entry.size(), entry.stride(), dtype=entry.dtype, device="cpu").zero_()
     return nn.Parameter(made, entry.requires_grad) if isinstance(entry, nn.Parameter) else made
 
@@ -179,7 +179,7 @@ def of_step(
     own: list[Tensor],
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of a training step: activations, what comes on top of them, gradients and optimizer.
+    """Return the bytes of a training step: activations, temporary tensors, gradients and optimizer.
 
     Args:
         module: the client module, in its phase and without memory.
@@ -197,6 +197,7 @@ def of_step(
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
         hook.remove()
+    # after the backward pass only gradients are left of the step
     gradients = num_bytes([parameter.grad for parameter in parameters if parameter.grad is not None])
     optimizer = module.local_optimizer(module.phase, parameters)
     take_step(optimizer)

@@ -189,7 +189,7 @@ class Body(nn.Module):
 
 
 def check_own_weights(body: nn.Module) -> None:
-    """Check that no method has put other weights into layers that are computed again in the backward pass.
+    """Refuse methods with other weights in layers computed again in the backward pass.
 
     Args:
         body: the layers.

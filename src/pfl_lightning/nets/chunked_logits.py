@@ -1,4 +1,4 @@
-"""Logits that are computed chunk by chunk within the loss, so that a batch's are never held at once."""
+"""Logits computed chunk by chunk within the loss, so a batch's never take memory at once."""
 
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class ChunkedLogits:
-    """The logits of a batch, as hidden states and the output layer that makes logits of them.
+    """The logits of a batch, as hidden states and an output layer.
 
     The loss takes them for logits. Only positions that count go through the output layer, ``size`` of them at a time,
     and are computed again in the backward pass. Any other use is refused.
@@ -28,7 +28,7 @@ class ChunkedLogits:
         self.entries = {**dict(output.named_parameters()), **dict(output.named_buffers())}
 
     def errors(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Return the cross-entropy at each position ``[n, ...]``, 0 where it doesn't count.
+        """Return the cross-entropy at each position ``[n, ...]``, 0 at ignored ones.
 
         Args:
             target: token numbers ``[n, ...]``.

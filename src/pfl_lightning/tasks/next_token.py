@@ -13,10 +13,10 @@ from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_
 
 
 class Positions(Protocol):
-    """Logits in another form than a tensor, such as in chunks, which knows the errors at its positions."""
+    """Logits in another form than a tensor, such as in chunks, with the errors at each position."""
 
     def errors(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Return the cross-entropy at each position ``[n, T]``, 0 where it doesn't count.
+        """Return the cross-entropy at each position ``[n, T]``, 0 at ignored ones.
 
         Args:
             target: token numbers ``[n, T]``.
