@@ -21,6 +21,7 @@ from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block, Member
+from pfl_lightning.engines.vmap.block_hooks import BlockHooks
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
@@ -45,6 +46,7 @@ class BlockIO:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
+        self.hooks = BlockHooks(sequential)
 
     # In
 
@@ -74,7 +76,10 @@ class BlockIO:
         members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
         received = self._receive_at_once(members, signature, slots)
-        return members, *(received or self._receive_one_by_one(members, signature, slots, training))
+        if received is None:
+            jobs = self._sent_together(members)
+            received = self.hooks.receive(members, jobs, signature, slots, training)
+        return members, *(received or self._receive_one_by_one(members, jobs, signature, slots, training))
 
     def _receive_at_once(
         self, members: list[Member], signature: BlockSignature, slots: Slots
@@ -131,11 +136,11 @@ class BlockIO:
         return stacks, phases
 
     def _receive_one_by_one(
-        self, members: list[Member], signature: BlockSignature, slots: Slots, training: bool
+        self, members: list[Member], jobs: list[Job], signature: BlockSignature, slots: Slots, training: bool
     ) -> tuple[StateDict, list[Phase]]:
         """Load one client after another into rows of the stacks, with hooks changing the rows in place."""
         stacks = {name: repeated(tensor, len(members)) for name, tensor in slots.current().items()}
-        for row, (member, arrived) in enumerate(zip(members, self._sent_together(members), strict=True)):
+        for row, (member, arrived) in enumerate(zip(members, jobs, strict=True)):
             entries = {name: stack[row] for name, stack in stacks.items()}
             with slots.holding(entries):
                 with self.attributes.of("on_download"):
@@ -190,7 +195,11 @@ class BlockIO:
         at_once = not own_hooks and block.entries.keys() >= set(names)
         self.sequential.set_mode(training=False)
         with torch.no_grad():
-            updates = self._upload_at_once(names, block) if at_once else self._upload_one_by_one(block, slots)
+            updates = (
+                self._upload_at_once(names, block)
+                if at_once
+                else self.hooks.upload(block, slots) or self._upload_one_by_one(block, slots)
+            )
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
         sent = [entry for stack in stacks for entry in stack.entries.values()]
