@@ -15,6 +15,7 @@ CONVOLUTIONS = {
     *(F.conv1d, F.conv2d, F.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 }
+RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 MEAN = {
     **dict.fromkeys(("weight", "size_average", "reduce")),
     "ignore_index": -100,
@@ -54,7 +55,21 @@ class Layers(TorchFunctionMode):
             return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
             return convolution(func, *args, **(kwargs or {}))
+        if func in RECURRENT and not self.clients:
+            # imported here, as those layers are made of the linear ones of this file
+            from pfl_lightning.engines.vmap.recurrent import recurrent
+
+            return recurrent(func, self.between, *args)
         return func(*args, **(kwargs or {}))
+
+    def between(self, input: Tensor, p: float) -> Tensor:
+        """Compute the dropout between recurrent layers, of which evaluation has none.
+
+        Args:
+            input: outputs of a layer.
+            p: probability of dropout.
+        """
+        raise RuntimeError("dropout between recurrent layers")
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
