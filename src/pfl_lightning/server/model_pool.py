@@ -85,14 +85,17 @@ def inner_products(
         for start in range(0, len(flat[0]), max(width, 1)):
             rows = buffer[:, : len(flat[0]) - start]
             parts = [tensor[start : start + width] for tensor in flat]
+            if device.type != "cpu":
+                # a GPU makes the further pass over all models sooner than it launches a copy for each
+                rows[:size] = torch.stack(parts)
             # row by row: a stack would be one more pass over all models
-            for row, part in zip(rows, parts, strict=False):
+            for row, part in zip(rows, parts if device.type == "cpu" else [], strict=False):
                 if origin is None or part is parts[-1] or part.dtype != dtype:
                     row.copy_(part)
                 else:
                     # subtracted first, since differences are small beside the models
                     torch.sub(part, parts[-1], out=row)
-            if origin is not None and parts[0].dtype != dtype:
+            if origin is not None and (parts[0].dtype != dtype or device.type != "cpu"):
                 rows[: size - 1] -= rows[size - 1]
             add_products(sums, rows)
             if sums is not products:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.phases import Phase
+from pfl_lightning.data.client_data import counts_of
 from pfl_lightning.engines.base import Job
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.slots import Slots
@@ -127,7 +128,7 @@ class BlockData:
     @property
     def class_counts(self) -> Tensor:
         """Number of training samples of each class ``[num_classes]``, of each client."""
-        return self._row(torch.stack([member.data.class_counts for member in self._members]))
+        return self._row(counts_of([member.data for member in self._members]))
 
     def size(self, split: Any) -> Tensor:
         """Return each client's number of samples in a split, on the CPU.
