@@ -46,7 +46,8 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         floating = isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view
-        if name in WAITS and (args[0].is_floating_point() or args[0].dtype == torch.bool):
+        # classes that clients have are found on the CPU, among booleans
+        if name in WAITS and (args[0].is_floating_point() or (args[0].dtype == torch.bool and name != "nonzero")):
             self.waits[name] += 1
         elif name not in LOOKS and (floating or name.startswith("_foreach")):
             self.launches[name] += 1
