@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pfl_lightning.cli.main import main as command
+from pfl_lightning.data.record_columns import in_rows
 from pfl_lightning.messages import digest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -35,8 +36,8 @@ def fingerprint(method: Path, data: Path, engine: str) -> str:
             return said.getvalue().strip().splitlines()[-1]
         (path,) = Path(folder).rglob("last.ckpt")
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    federation = checkpoint["federation"]
-    personal = {client: state["personal"] for client, state in federation["clients"].items()}
+    federation = in_rows(checkpoint["federation"])
+    personal = {client: state.get("personal", {}) for client, state in federation["clients"].items()}
     return digest([by_name(part) for part in (checkpoint["state_dict"], federation["payloads"], personal)])
 
 

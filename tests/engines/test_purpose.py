@@ -41,7 +41,10 @@ def test_a_download_is_told_its_purpose(engine, method, evaluate, trained, evalu
     purposes = told(method, engine=engine, evaluate=evaluate)
     extra = ROUNDS * COHORT if trained == evaluated else 0
     assert set(purposes) == {trained, evaluated}
-    assert purposes.count(trained) == ROUNDS * COHORT + extra
+    # of clients that receive the same, a block has one download
+    downloads = {"sequential": ROUNDS * COHORT + extra, "vectorised": ROUNDS}[engine]
+    assert purposes.count(trained) >= downloads
+    assert engine == "vectorised" or purposes.count(trained) == downloads
     # one download serves the evaluation of all clients with the same model
     assert purposes.count(evaluated) >= ROUNDS
 

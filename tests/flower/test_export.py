@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
-from federations import FEATURES, NETS, Run, blobs, equal, fit, make_client, plain
+from federations import FEATURES, NETS, Run, blobs, equal, fit, load_client, make_client, plain
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import personal_entries, shared_entries
 from pfl_lightning.engines import ClientState, Job
@@ -85,6 +85,27 @@ def test_what_a_configuration_has_made_needs_no_arguments(tmp_path):
     for arguments in ({}, {"client": 3}):
         loaded = FedPer.load_from_checkpoint(tmp_path / "model.ckpt", **arguments)
         assert equal(loaded.state_dict(), own)
+
+
+class ByTurn(FedPer):
+    """Keeps, of each download, whose it is and in which round."""
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.net.classifier.bias.fill_(10 * self.round + self.client_id)
+
+
+def test_a_download_knows_its_client_and_round_in_a_checkpoint_and_at_a_site(tmp_path):
+    run = fit(make_client(ByTurn), root=tmp_path / "run", max_rounds=2)
+    states, site = StateVersions(tmp_path / "site"), Site(run.data, range(4))
+    # another client's turn was the last
+    jobs = [run.federation.job(client, ("test",)) for client in (1, 3)]
+    list(run.federation.engines[0].evaluate_all(jobs))
+    keep_model(states, jobs[0], [run.model], 0, site, {"id": 1, "settings": {}})
+    export(tmp_path / "site", 1, tmp_path / "1.ckpt")
+    loaded = [load_client(ByTurn, run.last, client=1)]
+    loaded += [load_client(ByTurn, tmp_path / "1.ckpt", client) for client in (None, 1)]
+    assert [model.net.classifier.bias.unique().tolist() for model in loaded] == [[21]] * 3
 
 
 def test_the_last_one_counts_and_is_for_its_owner(tmp_path):

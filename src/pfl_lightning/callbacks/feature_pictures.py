@@ -17,6 +17,7 @@ from pfl_lightning.callbacks.pictures import Pictures, needs_classes
 from pfl_lightning.data import FederatedDataModule, Samples
 from pfl_lightning.engines import Engine
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.federation.prediction import Recipe, become
 from pfl_lightning.nets import Net
 from pfl_lightning.plots.features import TSNE_COLUMNS, plot_conductance, plot_tsne
 from pfl_lightning.runs.report import write_rows
@@ -180,12 +181,8 @@ def as_used(federation: Federation, client: int) -> Engine:
         federation: the federation.
         client: id of the client.
     """
-    engine, job = federation.engines[federation.architecture_of(client)], federation.job(client)
-    data = engine.become(job)
-    # methods such as Per-FedAvg evaluate the model after a step of local training
-    if phases := engine.module.evaluation_phases():
-        with torch.enable_grad():
-            engine.adapt(phases, job, data)
+    engine = federation.engines[federation.architecture_of(client)]
+    become(Recipe(engine, federation.job(client)))
     return engine
 
 

@@ -230,6 +230,7 @@ class ClientModule(LightningModule):
         self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
         self._doubts: list[tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]] | None = None
+        self._shared_rows: Mapping[str, Tensor] | None = None
         self._batch_idx = self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self.training_follows = self.evaluation_follows = True
@@ -462,7 +463,8 @@ class ClientModule(LightningModule):
 
         Engines call it before local training and before each evaluation of the model as received. A pass over the
         client's samples that serves one purpose alone is best skipped where ``training_follows`` or
-        ``evaluation_follows`` is false. `evaluation_phases` count as training.
+        ``evaluation_follows`` is false. `evaluation_phases` count as training. One download may serve several clients
+        with the same state and payload if it looks at none of them.
 
         Args:
             payload: the aggregator's payload for this client.
@@ -475,6 +477,8 @@ class ClientModule(LightningModule):
 
         The tensors are references. Engine ``vectorised`` returns rows of stacked tensors in their place.
         """
+        if self._shared_rows is not None:
+            return self._shared_rows
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
 
     def adapter_state(self) -> StateDict:
@@ -792,7 +796,7 @@ class ClientModule(LightningModule):
             own[name].copy_(tensor)
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
-        """Turn this module into one client: load the personal entries, then the server's payload.
+        """Load a client's personal entries, then the server's payload; `become` tells the module which client it is.
 
         Args:
             personal: the client's personal entries, by name.
@@ -811,16 +815,47 @@ class ClientModule(LightningModule):
         with deferring(self, self.place("train")):
             self.on_download(payload, data)
 
-    def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Undo what `receive` has changed in a model that trained after it had received.
+    @torch.no_grad()
+    def become(
+        self,
+        client: int,
+        round: int,
+        personal: Mapping[str, Tensor],
+        payload: Message,
+        data: ClientData | None = None,
+        *,
+        training_follows: bool = True,
+        evaluation_follows: bool = True,
+        is_trained: bool = False,
+        steps_done: int = 0,
+    ) -> None:
+        """Turn this module into one client: the only way, of engines, predictions, checkpoints and sites.
 
         Args:
-            entries: the whole trained model, which was given to `receive` as the personal entries.
+            client: the client's id.
+            round: the round's number, from 0.
+            personal: as for `receive`.
+            payload: as for `receive`.
+            data: as for `receive`.
+            training_follows: whether local training may follow.
+            evaluation_follows: whether an evaluation may follow.
+            is_trained: whether ``personal`` is the whole model, trained after the payload had come; then it stays as it
+                is.
+            steps_done: the client's optimizer steps so far in this round.
         """
-        own = self.state_dict()
-        # unchanged entries stay, as an own `assign` may forget what came with the payload
-        changed = {name: t for name, t in entries.items() if not torch.equal(own[name], t.to(own[name]))}
-        self.assign(changed)
+        # past nn.Module.__setattr__, which searches parameters and buffers first, once per client and attribute
+        table = vars(self)
+        table.update(client_id=client, round=round, steps_done=steps_done)
+        table.update(training_follows=training_follows, evaluation_follows=evaluation_follows)
+        try:
+            self.receive(personal, payload, data)
+        finally:
+            # for other callers of `receive`, after which both may follow
+            table.update(training_follows=True, evaluation_follows=True)
+        if is_trained:
+            own = self.state_dict()
+            # unchanged entries stay, as an own `assign` may forget what came with the payload
+            self.assign({name: t for name, t in personal.items() if not torch.equal(own[name], t.to(own[name]))})
 
     @classmethod
     def load_from_checkpoint(
@@ -880,9 +915,7 @@ class ClientModule(LightningModule):
             complete(self, {"federation": {"base": saved.base}}, saved.architecture)
         self.assign(saved.common)
         # common entries before the payload, which may be computed from them; no data, since a checkpoint has none
-        self.receive(saved.personal, saved.payload, data=None)
-        if saved.is_trained:
-            self.restore(saved.personal)
+        self.become(saved.client, saved.round, saved.personal, saved.payload, is_trained=saved.is_trained)
 
 
 # `inspect.signature` of a class prefers `__new__` to `__init__` where one class has both, and completion shows it
@@ -1041,6 +1074,8 @@ class SavedClient:
     """One client's part of a federation's checkpoint.
 
     Args:
+        client: the client's id.
+        round: the number of the round that the client would train in next, from 0.
         architecture: index of its network in the client module's ``architectures``.
         common: the common entries of its architecture, where they differ from the global model's.
         personal: its personal entries.
@@ -1049,6 +1084,8 @@ class SavedClient:
         base: fingerprints of all architectures' frozen weights, if the checkpoint has none of these.
     """
 
+    client: int
+    round: int
     architecture: int
     common: StateDict
     personal: StateDict
@@ -1135,7 +1172,8 @@ def saved_client(
     if (kept := others.get(str(client))) and client not in payloads and str(client) not in saved.get("names", []):
         common = saved.get("common", {}).get(kept["architecture"], {})
         personal, payload = (tree_map(lambda t: t.to(device), kept[part]) for part in ("personal", "payload"))
-        return SavedClient(kept["architecture"], common, personal, payload, kept["is_trained"], saved.get("base"))
+        turn, index = (kept["client"], kept["round"]), kept["architecture"]
+        return SavedClient(*turn, index, common, personal, payload, kept["is_trained"], saved.get("base"))
     if isinstance(client, str):
         client = client_id(client, saved.get("names", []), len(payloads))
     if client not in payloads:
@@ -1149,4 +1187,5 @@ def saved_client(
             f"client={client}: its personal entries are at its site and not in {path}; export its model there."
         )
     common = saved.get("common", {}).get(architecture, {})
-    return SavedClient(architecture, common, record.get("personal", {}), payloads[client], base=saved.get("base"))
+    turn, personal = (client, saved["round"]), record.get("personal", {})
+    return SavedClient(*turn, architecture, common, personal, payloads[client], base=saved.get("base"))

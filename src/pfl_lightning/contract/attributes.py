@@ -179,6 +179,7 @@ ENGINES_OWN = {
         "_batch_idx",
         "_doubts",
         "_logged",
+        "_shared_rows",
         "client_id",
         "learning_rate",
         "phase",
@@ -220,6 +221,11 @@ class Leaks(Attributes):
         """Return True for parameters and buffers, to which an attribute may refer, and which may change."""
         return any(entry is tensor for entry in chain(self.module.parameters(), self.module.buffers()))
 
+    @property
+    def is_close(self) -> bool:
+        """True in the first rounds, in which each hook of each client is compared."""
+        return self._rounds <= CLOSELY
+
     @contextmanager
     def of(self, hook: str, whole_round: bool = False) -> Iterator[None]:
         """Compare attributes and frozen parameters before and after this context, and stop the run if one has changed.
@@ -231,7 +237,7 @@ class Leaks(Attributes):
             whole_round: whether the context is a round, and not one client's hook.
         """
         self._rounds += whole_round
-        if whole_round == (self._rounds <= CLOSELY):
+        if whole_round == self.is_close:
             yield
             return
         # The version counter of a tensor rises with each change in place; reading it costs less than comparing values.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from typing import Any, cast
 
@@ -13,26 +12,15 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.engines.base import Engine, Job
+from pfl_lightning.engines.base import Engine, Job, ReadsClient
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
 from pfl_lightning.internals.of_torch import BatchNorm
 
 
-class ReadsClient(Exception):
-    """A download depends on the client's samples, so that clients with equal payloads have different models."""
-
-
 class SamplesMeet(ReadsClient):
     """A client's outputs or metrics depend on the samples of others in a forward pass."""
-
-
-class Unread:
-    """Stands for the samples of several clients in a download, which must not look at them."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ReadsClient
 
 
 class Alike:
@@ -50,7 +38,7 @@ class Alike:
         self.engine = engine
         self.module = module = engine.module
         normalises = any(isinstance(m, BatchNorm) and m.running_mean is None for m in module.modules())
-        adapts = overrides(module, "evaluation_phases") or overrides(module, "receive")
+        adapts = overrides(module, "evaluation_phases")
         self.usable = not normalises and not adapts and not module.measures_itself
         """Whether clients can be evaluated together, as far as known."""
         self.samples_meet = False
@@ -68,7 +56,7 @@ class Alike:
         clients = [job.client, *job.alike]
         results: dict[str, ClientMetrics] = {}
         try:
-            with torch.no_grad(), self._model_of(job):
+            with torch.no_grad(), self.engine.common(job):
                 for split in job.evaluate:
                     gathered = job.data.source.parts(clients, split, self.engine.device)
                     if not isinstance(gathered, Parts):
@@ -94,25 +82,6 @@ class Alike:
             rank_zero_info(f"clients with one model are evaluated one by one from now on: {reason_of(error)}.")
             return None
         return Evaluated(clients, results)
-
-    @contextmanager
-    def _model_of(self, job: Job) -> Iterator[None]:
-        """Load the model that the job's clients have in common, as `Engine.become` loads a client's."""
-        engine, module = self.engine, self.module
-        engine.set_turn(job)
-        engine.seed_generators(job.seed)
-        engine.set_mode(training=False)
-        before = engine.random_states()
-        taken = {name: vars(module).pop(name) for name in ("client_id", "steps_done")}
-        vars(module).update(training_follows=False, evaluation_follows=True)
-        try:
-            module.assign(job.state.personal)
-            module.on_download(job.payload, cast(Any, Unread()))
-            yield
-        finally:
-            vars(module).update(taken, training_follows=True, evaluation_follows=True)
-        if any(not torch.equal(*pair) for pair in zip(before, engine.random_states(), strict=True)):
-            raise ReadsClient
 
     def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[list[int], Columns]]:
         """Yield the clients with samples and their metrics, those of a forward pass together.

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast, overload
+from itertools import chain, count
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, cast, overload
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -121,6 +122,7 @@ class ClientState:
         once: payload entries that travel once, for a client at a site; elsewhere each payload includes them.
         residual: parts of the client's changes that compressed updates still owe the server, by parameter.
         batches: batches of all rounds by phase, where ``trainer.steps_continue`` goes on within an epoch.
+        is_trained: whether ``personal`` is the whole model of a client that joined afterwards, as trained in the end.
     """
 
     personal: StateDict = field(default_factory=dict)
@@ -130,6 +132,22 @@ class ClientState:
     once: Message = field(default_factory=dict)
     residual: StateDict = field(default_factory=dict)
     batches: dict[str, int] = field(default_factory=dict)
+    is_trained: bool = False
+
+
+class ReadsClient(Exception):
+    """Code for clients in general looks at one of them, so that clients with equal payloads may differ."""
+
+
+class AnyClient:
+    """Stands for the id or the data of any client, where code must be the same for all: each look at it raises."""
+
+    is_absent = True
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ReadsClient("all clients are asked for, and not one of them")
+
+    __getattr__ = __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
 
 
 class Job(NamedTuple):
@@ -174,29 +192,29 @@ class Job(NamedTuple):
         if self.job_of is not None:
             yield from map(self.job_of, self.alike)
 
-    def continues(self, phase: Phase, work: LocalWork) -> bool:
+    def continues(self, phase: Phase, extent: Extent) -> bool:
         """Return True if a phase's batches go on where the round before stopped: of steps, and of the client's samples.
 
         Args:
             phase: the phase.
-            work: the settings of local training.
+            extent: the phase's length.
         """
-        return self.order_seed is not None and phase.data is None and work.extent(phase).steps is not None
+        return self.order_seed is not None and phase.data is None and extent.steps is not None
 
     def orders(
-        self, phase: Phase, work: LocalWork, samples: int, smallest: int, generator: torch.Generator
+        self, phase: Phase, extent: Extent, samples: int, smallest: int, generator: torch.Generator
     ) -> tuple[Iterator[Tensor], int]:
         """Return the sample orders of a phase's epochs, and the batches of the first that an earlier round has trained.
 
         Args:
             phase: the phase.
-            work: the settings of local training.
+            extent: the phase's length.
             samples: number of samples, at least one batch.
             smallest: the smallest usable batch.
             generator: draws the orders, one after another as they are asked for.
         """
-        size, last, epochs, steps, limit = work.extent(phase)
-        if self.continues(phase, work):
+        size, last, epochs, steps, limit = extent
+        if self.continues(phase, extent):
             begun = self.state.batches.get(phase.name, 0)
             return continued_orders(samples, size, last, smallest, cast(int, self.order_seed), begun, limit)
         # As many epochs as its steps take, which only the caller can count.
@@ -209,6 +227,16 @@ class Job(NamedTuple):
         if not self.has_once:
             return self.payload
         return {name: entry for name, entry in self.payload.items() if name not in self.once}
+
+
+def identities(state: ClientState, payload: Message) -> tuple[object, ...]:
+    """Return a key that is the same for equal states and payloads, as long as these exist.
+
+    Args:
+        state: a client's state.
+        payload: the client's payload.
+    """
+    return (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
 
 
 class Outcome(NamedTuple):
@@ -342,13 +370,14 @@ class Engine(ABC):
         )
         engine = f"trainer.engine={type(self).__name__}"
         for result in results:
-            if unasked := set(result.clients) - missing:
+            clients = result.clients
+            if not missing.issuperset(clients):
                 raise ClientsLost(
-                    f"{engine} gave an unrequested result of {named(sorted(unasked))} in the {phase} "
+                    f"{engine} gave an unrequested result of {named(sorted(set(clients) - missing))} in the {phase} "
                     f"{moment(phase, round)}, or a second one; {self.when_clients_miss}."
                 )
-            missing.difference_update(result.clients)
-            if isinstance(result, Outcome) and (job := unfinished.pop(result.client, None)) is not None:
+            missing.difference_update(clients)
+            if unfinished and isinstance(result, Outcome) and (job := unfinished.pop(result.client, None)) is not None:
                 result = cast(Callable[[Outcome, Job], Outcome], job.finish)(result, job)
             yield result
         # Count the jobs that the engine never took.
@@ -440,22 +469,52 @@ class Engine(ABC):
             job: the client's work.
             training: whether local training follows; else an evaluation.
         """
-        module = self.module
-        self.set_turn(job)
-        data = job.data.to(self.device, cast(torch.dtype, module.dtype))
+        data = job.data.to(self.device, cast(torch.dtype, self.module.dtype))
+        with during("download", job.round, job.client):
+            self.receive(job, data, training)
+        return data
+
+    def receive(self, job: Job, data: ClientData | None, training: bool = False) -> None:
+        """Load a job's client into the module as `become` does, with other data in place of the client's own.
+
+        Args:
+            job: the client's work.
+            data: the data, on the training device.
+            training: as for `become`.
+        """
         self.seed_generators(job.seed)
         self.set_mode(training=False)
-        vars(module).update(
-            training_follows=training or overrides(module, "evaluation_phases"),
+        self.module.become(
+            job.client,
+            job.round,
+            job.state.personal,
+            job.payload,
+            data,
+            training_follows=training or overrides(self.module, "evaluation_phases"),
             evaluation_follows=not training or bool(job.evaluate),
+            is_trained=job.state.is_trained,
         )
+
+    @contextmanager
+    def common(self, job: Job, training: bool = False) -> Iterator[None]:
+        """Load what all clients with a job's state and payload have in common, as `become` loads one of them.
+
+        Args:
+            job: the work of one of the clients.
+            training: as for `become`.
+
+        Raises:
+            ReadsClient: if the client counts up to the end of this context, by its samples, id or random numbers.
+        """
+        self.seed_generators(job.seed)
+        before, anyone = self.random_states(), cast(Any, AnyClient())
         try:
-            with torch.no_grad(), during("download", job.round, job.client):
-                module.receive(job.state.personal, job.payload, data)
+            self.receive(job._replace(client=anyone), anyone, training)
+            yield
         finally:
-            # Reset for other callers of receive, after which both training and evaluation may follow.
-            vars(module).update(training_follows=True, evaluation_follows=True)
-        return data
+            self.set_turn(job)
+        if any(not torch.equal(*pair) for pair in zip(before, self.random_states(), strict=True)):
+            raise ReadsClient("a client's random numbers are drawn")
 
     def set_turn(self, job: Job, steps_done: int = 0) -> None:
         """Set the client's id, the round and the number of steps on the module.

@@ -213,7 +213,7 @@ class Sequential(Engine):
             state.optimizers[phase.name] = self.work.kept(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
-        if job.continues(phase, self.work):
+        if job.continues(phase, self.work.extent(phase)):
             state.batches[phase.name] = job.state.batches.get(phase.name, 0) + len(steps)
         module.steps_done += taken
         return steps
@@ -231,11 +231,12 @@ class Sequential(Engine):
             generator: draws the order of samples.
             job: the client's job.
         """
-        size, steps = self.work.extent(phase).batch_size, self.work.extent(phase).steps
+        extent = self.work.extent(phase)
+        size, steps = extent.batch_size, extent.steps
         # Without this, a number of steps would loop over endless epochs without a single batch.
         if len(part) < self.smallest_batch:
             return
-        orders, done = job.orders(phase, self.work, len(part), self.smallest_batch, generator)
+        orders, done = job.orders(phase, extent, len(part), self.smallest_batch, generator)
         if done:
             orders = chain([next(orders)[done * size :]], orders)
         made = 0

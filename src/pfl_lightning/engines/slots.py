@@ -123,20 +123,3 @@ class Slots:
         finally:
             for slot, tensor in zip(self.all, before, strict=True):
                 slot.table[slot.key] = tensor
-
-    def copy_row(self, entries: StateDict, row: int) -> None:
-        """Copy one client's entries into the module.
-
-        Args:
-            entries: stacked tensors, ``[clients, ...]``.
-            row: the client's index in the stack.
-        """
-        for slot in self:
-            if slot.name not in entries:
-                continue
-            entry = entries[slot.name][row]
-            if slot.tensor is not None and slot.current is slot.tensor and slot.tensor.shape == entry.shape:
-                slot.tensor.copy_(entry)
-            else:
-                # A hook has put this tensor here, perhaps the server's own, which must not be overwritten.
-                slot.table[slot.key] = entry.clone()

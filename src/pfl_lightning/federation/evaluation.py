@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
 from random import Random
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torchmetrics import Metric
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import CHUNK, Split
 from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Evaluated, Job
+from pfl_lightning.engines.base import identities
 from pfl_lightning.engines.client_metrics import by_client, by_split
 from pfl_lightning.engines.evaluation import POOLED, ROWS, is_of_all, pooled_of, pooled_value
 from pfl_lightning.federation.options import FederationOptions
@@ -42,15 +42,6 @@ OPEN = 8
 """Different models for which clients are gathered at the same time, which bounds the payloads in memory."""
 NORMAL = 1.96
 """Quantile of the normal distribution for an interval of 95 %."""
-
-
-class AnyClient:
-    """Stands for all clients in `Aggregator.download`, where every look at the client raises."""
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise LookupError("all clients are asked for, and not one of them")
-
-    __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
 
 
 class Evaluations:
@@ -281,7 +272,7 @@ def alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf, re
 
     for client, size in sizes.items():
         received = state, payload = received_of(client)
-        key = (state.kept or "", *payload, *map(id, chain(state.personal.values(), payload.values())))
+        key = identities(state, payload)
         if key in groups and groups[key][2][0] + size > CHUNK:
             yield closed(key)
         # Taken out and put in again, so that the groups are in the order of their last clients.

@@ -45,7 +45,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.data.record_columns import in_columns, in_rows
 from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Job, Sequential
-from pfl_lightning.engines.base import given_modes, release
+from pfl_lightning.engines.base import AnyClient, given_modes, release
 from pfl_lightning.engines.client_metrics import by_split
 from pfl_lightning.engines.evaluation import POOLED, own_values
 from pfl_lightning.engines.threads import threads_for
@@ -60,7 +60,7 @@ from pfl_lightning.federation.checkpoint import (
     subject,
     warn_of_rows,
 )
-from pfl_lightning.federation.evaluation import AnyClient, Evaluations, undisturbed
+from pfl_lightning.federation.evaluation import Evaluations, undisturbed
 from pfl_lightning.federation.messages import check_entries, check_payload
 from pfl_lightning.federation.options import FederationOptions
 from pfl_lightning.federation.prediction import (

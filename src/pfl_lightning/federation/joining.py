@@ -163,10 +163,10 @@ def models_of(
     models = {}
     for client, job in jobs.items():
         local = data.client_name(client)
-        whole = ClientState(detached(outcomes[client].state.personal))
+        whole = ClientState(detached(outcomes[client].state.personal), is_trained=True)
         job = job._replace(payload=payloads[client], state=whole)
         architecture = federation.architecture_of(client)
-        models[str(local)] = kept_model(job, architecture, local, inputs, is_trained=True, adapts=adapts)
+        models[str(local)] = kept_model(job, architecture, local, inputs, adapts)
     return cast(dict[str, dict[str, Any]], storable(models, "the model of a new client", settings=True))
 
 

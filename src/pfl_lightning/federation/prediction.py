@@ -16,7 +16,7 @@ from pfl_lightning.client.joined_clients import KeptModels, joined_models
 from pfl_lightning.client.module import complete, payloads_of
 from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
 from pfl_lightning.data.trees import Tree, rows_in
-from pfl_lightning.engines import ClientState, Job, LocalWork, Sequential
+from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Sequential
 from pfl_lightning.engines.evaluation import OUTPUTS
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import undisturbed
@@ -128,13 +128,11 @@ class Recipe(NamedTuple):
         job: the client's job.
         adapts: whether the method adapts the received model before an evaluation; not that of a client that never
             trained.
-        is_trained: whether the job's state is the whole trained model of a client that joined afterwards.
     """
 
-    engine: Sequential
+    engine: Engine
     job: Job
     adapts: bool = True
-    is_trained: bool = False
 
 
 def kept_model(
@@ -142,7 +140,6 @@ def kept_model(
     architecture: int,
     local: int | str,
     inputs: Mapping[str, Any],
-    is_trained: bool = False,
     adapts: bool = True,
 ) -> dict[str, Any]:
     """Return one client's model as plain values and tensors, from which `kept_recipe` makes it again.
@@ -152,7 +149,6 @@ def kept_model(
         architecture: index of the client's network.
         local: the client's name, or its id where clients have no names, in the data that made its inputs.
         inputs: the entry of these data in a checkpoint, by the name of their class.
-        is_trained: whether the job's state is the whole model, trained after the payload had come.
         adapts: whether the method adapts the model before an evaluation.
     """
     return {
@@ -160,7 +156,7 @@ def kept_model(
         "architecture": architecture,
         "personal": job.state.personal,
         "payload": job.payload,
-        "is_trained": is_trained,
+        "is_trained": job.state.is_trained,
         "adapts": adapts,
         "round": job.round,
         "seed": job.seed,
@@ -178,26 +174,23 @@ def kept_recipe(engine: Sequential, kept: Mapping[str, Any], samples: ClientData
         kept: the result of `kept_model`.
         samples: the client's data.
     """
-    state = ClientState(kept["personal"])
+    state = ClientState(kept["personal"], is_trained=kept["is_trained"])
     job = Job(kept["client"], kept["round"], state, kept["payload"], samples, kept["seed"], kept["lr_factor"])
-    return Recipe(engine, job, kept["adapts"], kept["is_trained"])
+    return Recipe(engine, job, kept["adapts"])
 
 
 def become(recipe: Recipe) -> ClientData:
     """Turn the engine's module into the model that evaluations of a client use; return the client's data."""
-    engine, job, adapts, is_trained = recipe
+    engine, job, adapts = recipe
     module = engine.module
     try:
         data = engine.become(job)
     except NeedsSamples:
         # only caches may hold what comes from samples and isn't in the kept model
-        if not is_trained or module.caches:
+        if not job.state.is_trained or module.caches:
             raise
         data = job.data
-        with torch.no_grad():
-            module.receive(job.state.personal, job.payload, None)
-    if is_trained:
-        module.restore(job.state.personal)
+        engine.receive(job, None)
     phases = module.evaluation_phases() if adapts else []
     if phases:
         with torch.enable_grad():

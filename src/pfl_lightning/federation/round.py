@@ -112,7 +112,7 @@ class Round:
         """
         federation, start = self.federation, time.perf_counter()
         outcomes: dict[int, Outcome] = {}
-        listeners = federation.listeners("on_client_fit_end")
+        listeners, trainer = federation.listeners("on_client_fit_end"), federation.trainer
         arrived, turns = sorted(plan.arrived), self.aggregator.turns(plan.cohort, federation.round)
         arrivals = self._arrivals(arrived) if turns is None else None
         handed: Message = {}
@@ -123,7 +123,7 @@ class Round:
                     # refused clients gave no usable result; callbacks shall not record it
                     if not outcome.refused:
                         for ended in listeners:
-                            ended(federation.trainer, federation, client, outcome)
+                            ended(trainer, federation, client, outcome)
                         if turns is not None and outcome.finite:
                             handed = {"weights": outcome.update["weights"]}
                     outcomes[client] = outcome if arrivals is None else arrivals.added(outcome)
@@ -144,7 +144,7 @@ class Round:
         changing = [] if self.data.at_sites else self._with_hook("on_upload")
         finish = partial(self._as_sent, changing) if changing else None
         previous: dict[str, object] | None = None
-        size = 0
+        size, pools = 0, federation.client.pools
         for client in clients:
             for started in listeners:
                 started(federation.trainer, federation, client)
@@ -158,7 +158,7 @@ class Round:
                 job = job._replace(round=begun["round"], seed=seed, lr_factor=begun["lr_factor"])
             if handed:
                 job = job._replace(payload=job.payload | handed)
-            if federation.client.pools:
+            if pools:
                 job = job._replace(data=self.data.pooled(client))
             for stage in senders:
                 job = stage.on_send(federation, job)

@@ -56,8 +56,7 @@ def keep_model(
         hparams |= {"net": [nets[architecture]], "assign_nets": "turn"}
     personal, module = job.state.personal, architectures[architecture]
     # received again, as an evaluation may have trained the module further
-    with torch.no_grad():
-        module.receive(personal, job.payload, data=None)
+    module.become(job.client, job.round, personal, job.payload)
     data = site.data
     inputs = {type(data).__qualname__: data.state_dict()}
     local = site.local(job.client)

@@ -104,8 +104,7 @@ class Sketches:
         with isolate_rng(), as_it_was(module):
             module.eval()
             # as after a step, since methods divide by the number of steps
-            vars(module).update(client_id=job.client, round=job.round, steps_done=1)
-            module.receive(self._personal[architecture], job.payload, data)
+            module.become(job.client, job.round, self._personal[architecture], job.payload, data, steps_done=1)
             update: Message = tree_map(look_of, module.upload(data))
         return update
 

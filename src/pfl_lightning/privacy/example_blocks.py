@@ -149,4 +149,4 @@ class PrivateDifferentiator:
             with self.sequential.forward_context():
                 step_values(module, tree_map(lambda stack: stack[0], batch), index)
 
-        return vectorised(self.attributes, self.examples.slots, self.block.members[0], entries, at_once, alone)
+        return vectorised(self.attributes, self.block.members[0], entries, at_once, alone)

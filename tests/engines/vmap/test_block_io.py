@@ -2,23 +2,25 @@
 
 import copy
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import SGD
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from federations import CLASSES, blobs, make_client, noisy, points
+from pfl_lightning.client import Phase
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.data import Samples
 from pfl_lightning.engines import ClientMetrics, ClientState, Job, LocalWork, Sequential, Vectorised
 from pfl_lightning.engines.evaluation import evaluate, evaluate_padded, is_accuracy, metrics_of
 from pfl_lightning.engines.vmap.block_io import BlockIO
-from pfl_lightning.messages import detached, tensors
+from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedAvg, FedPer
+from pfl_lightning.tasks import Classification
 
 RAGGED = (24, 7, 30, 20)
 
@@ -60,7 +62,7 @@ def at_once(monkeypatch):
     def refuse(self, *args):
         raise AssertionError("one by one")
 
-    monkeypatch.setattr(BlockIO, "_receive_one_by_one", refuse)
+    monkeypatch.setattr(BlockIO, "_loaded", refuse)
     monkeypatch.setattr(BlockIO, "_upload_one_by_one", refuse)
 
 
@@ -91,19 +93,72 @@ def test_a_client_module_that_uploads_something_else_does_so_from_a_block(method
     assert_same(*both, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", [FedAvg, FedPer])
-def test_a_client_module_that_receives_something_else_does_so_into_a_block(method, monkeypatch, at_once):
-    def on_download(self, payload, data):
-        self.assign({name: t / (1 + self.client_id) for name, t in payload["weights"].items()})
+class Counted(FedAvg):
+    """Whose downloads are counted."""
 
-    make = partial(make_client, method, optimizer=partial(SGD, lr=0.0))
-    plain = outcomes(make())
-    monkeypatch.setattr(ClientModule, "on_download", on_download)
-    both = [outcomes(make(), cls) for cls in (Vectorised, Sequential)]
-    assert_same(*both, atol=0, rtol=0)
-    for outcome, before in zip(both[0], plain, strict=True):
-        for one, other in zip(tensors(outcome.update["weights"]), tensors(before.update["weights"]), strict=True):
-            torch.testing.assert_close(one * (1 + outcome.client), other)
+    downloads: ClassVar[list[int]] = []
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.downloads.append(1)
+
+
+class BySample(Counted):
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.net.classifier.bias.add_(data.train.x.mean())
+
+
+class ById(Counted):
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.net.classifier.bias.add_(self.client_id)
+
+
+class ByChance(Counted):
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.net.classifier.bias.add_(torch.rand(CLASSES))
+
+
+class ByPhase(Counted):
+    def local_phases(self):
+        return [Phase(epochs=1 + self.client_id // 10)]
+
+
+class ByClass(Counted):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, task=Classification(CLASSES, class_weights="balanced"), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("method", "downloads"),
+    [(Counted, [1, 1]), (BySample, [5, 4]), (ById, [5, 4]), (ByChance, [5, 4]), (ByPhase, [5, 4]), (ByClass, [4, 4])],
+)
+def test_clients_that_receive_the_same_have_one_download_that_looks_at_none(method, downloads):
+    model, data = make_client(method), blobs(*RAGGED)
+    data.setup()
+    payload = {"weights": detached(model.state_dict())}
+    jobs = [Job(k, 0, ClientState(), payload, data.client(k), seed=k) for k in range(len(RAGGED))]
+    engine = Vectorised(copy.deepcopy(model), LocalWork(batch_size=5), Precision(), block_size=len(jobs))
+    expected = list(Sequential(model, LocalWork(batch_size=5), Precision()).run(jobs))
+    for count in downloads:
+        Counted.downloads.clear()
+        assert_same(engine.run(jobs), expected, atol=1e-5, rtol=1e-4)
+        assert len(Counted.downloads) == count
+
+
+def test_an_error_in_a_common_download_is_that_of_a_client():
+    def on_download(payload, data):
+        raise ValueError("no such entry")
+
+    model, data = make_client(), blobs(*RAGGED)
+    data.setup()
+    vars(model)["on_download"] = on_download
+    jobs = [Job(k, 0, ClientState(), {}, data.client(k), seed=k) for k in range(len(RAGGED))]
+    with pytest.raises(ValueError, match="no such entry") as caught:
+        list(Vectorised(model, LocalWork(), Precision()).run(jobs))
+    assert caught.value.__notes__ == ["Raised in the download of client 0 for round 1."]
 
 
 def test_a_value_that_is_not_finite_is_found_in_what_a_block_sends_beside_weights(monkeypatch, at_once):

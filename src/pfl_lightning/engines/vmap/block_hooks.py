@@ -2,22 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.client.phases import Phase
 from pfl_lightning.data.client_data import counts_of
-from pfl_lightning.engines.base import Job
+from pfl_lightning.engines.base import AnyClient, ClientState, Job
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.vmap.block import Block, Member, neighbours
-from pfl_lightning.engines.vmap.checks import BlockSignature
+from pfl_lightning.engines.vmap.block import Block, Member
+from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
     leave_vmap,
@@ -28,6 +25,28 @@ from pfl_lightning.internals.of_torch import (
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, tensors, tree_map
 from pfl_lightning.nets.lightning_net import LightningNet
 from pfl_lightning.transfers import moved, rows_of, side_by_side
+
+CLASS_WEIGHTS = "_class_weights"
+"""Buffer of a client's own weights of classes."""
+
+RowOf: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns the row of a stack, for the clients under ``vmap``."""
+Doubt: TypeAlias = tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]
+"""Arguments of `ClientModule.warn_if`."""
+
+
+class Done(NamedTuple):
+    """What a hook gave for some clients.
+
+    Args:
+        result: its result, a row per client.
+        doubts: its warnings, flags and numbers with a row per client.
+        members: the clients.
+    """
+
+    result: Message
+    doubts: list[Doubt]
+    members: list[Member]
 
 
 class Differ(Exception):
@@ -82,7 +101,7 @@ class Payload(NamedTuple):
 
         return cls(joined(payloads), entries)
 
-    def under_vmap(self, row: Callable[[Tensor], Tensor]) -> Message:
+    def under_vmap(self, row: RowOf) -> Message:
         """Return the payload of one client under ``vmap``.
 
         Args:
@@ -112,7 +131,7 @@ class Place:
         self.index = index
 
 
-class BlockData:
+class BlockData(AnyClient):
     """What a hook for many clients may read of their data, under ``vmap``.
 
     Args:
@@ -122,7 +141,7 @@ class BlockData:
 
     is_absent = False
 
-    def __init__(self, members: Sequence[Member], row: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, members: Sequence[Member], row: RowOf) -> None:
         self._members, self._row = members, row
 
     @property
@@ -144,11 +163,13 @@ class BlockHooks:
 
     Args:
         sequential: the engine of one client, with the module.
+        attributes: the module's attributes, with the places of its entries.
     """
 
-    def __init__(self, sequential: Sequential) -> None:
+    def __init__(self, sequential: Sequential, attributes: SharedAttributes) -> None:
         self.sequential = sequential
         self.module = sequential.module
+        self.attributes = attributes
         self.refused: set[str] = set()
         """Hooks that failed for many clients, and run client by client."""
         self._reads_steps = False
@@ -167,179 +188,194 @@ class BlockHooks:
         )
 
     @torch.no_grad()
-    def receive(
-        self, members: list[Member], jobs: list[Job], signature: BlockSignature, slots: Slots, training: bool
-    ) -> tuple[StateDict, list[Phase]] | None:
-        """Return stacked entries after the download, and the common phases; None if the hook can't run at once.
+    def receive(self, members: list[Member], jobs: list[Job], training: bool) -> StateDict | None:
+        """Return parameters and buffers after the download, a row per client; None if the hook can't run at once.
 
         Args:
             members: the clients.
             jobs: their work, with states and payloads on the device.
-            signature: the properties that clients of a block share.
-            slots: the module's slots.
             training: whether local training follows.
         """
-        module, device = self.module, self.sequential.device
-        current = slots.current()
-        purposes = {not training or bool(job.evaluate) for job in jobs}
-        if not self._may_run("on_download") or len(purposes) > 1 or "_class_weights" in current:
+        current, first_names = self.attributes.slots.current(), self.attributes.slots.first_names
+        device = self.sequential.device
+        if (
+            not self._may_run("on_download")
+            or CLASS_WEIGHTS in current
+            or len({not training or bool(job.evaluate) for job in jobs}) > 1
+            or any(job.state.is_trained for job in jobs)
+        ):
             return None
         stacks: StateDict = {}
-        personal = [{slots.first_names[n]: t for n, t in job.state.personal.items()} for job in jobs]
+        personal = [{first_names[name]: tensor for name, tensor in job.state.personal.items()} for job in jobs]
         for name, tensor in current.items():
             rows = [own.get(name, tensor) for own in personal]
             if {row.shape for row in rows} != {tensor.shape}:
                 return None
-            together = len({id(row) for row in rows}) == 1
             stacks[name] = (
-                tensor.detach().repeat(len(rows), *[1] * tensor.dim())
-                if together and rows[0] is tensor
+                repeated(tensor, len(rows))
+                if all(row is tensor for row in rows)
                 else side_by_side(rows, device).to(device, tensor.dtype)
             )
-        payloads = [job.payload for job in jobs]
         try:
             # compared and stacked before the hook runs, which a difference says nothing about
-            payload = Payload.of(payloads, device)
+            payload = Payload.of([job.payload for job in jobs], device)
         except Differ:
             return None
-        self.sequential.set_mode(training=False)
-        vars(module).update(
-            training_follows=training or overrides(module, "evaluation_phases"), evaluation_follows=purposes.pop()
-        )
-        try:
-            done = self._run("on_download", stacks, members, slots, payload)
-        finally:
-            vars(module).update(training_follows=True, evaluation_follows=True)
+
+        def download(row: RowOf, data: BlockData) -> None:
+            # the personal entries are in their rows already
+            job = jobs[0]._replace(client=cast(Any, AnyClient()), state=ClientState(), payload=payload.under_vmap(row))
+            self.sequential.receive(job, cast(Any, data), training)
+
+        done = self._run("on_download", download, stacks, members)
         if done is None:
             return None
-        for member in members if overrides(module, "local_phases") else members[:1]:
-            self.sequential.set_turn(member.job)
-            phases = module.local_phases()
-            signature.admit(phases, current)
-        return stacks, phases
+        self._tell([done])
+        return stacks
 
     @torch.no_grad()
-    def upload(self, block: Block, slots: Slots) -> list[Message] | None:
-        """Return every client's update; None if the hook can't run at once.
+    def upload(self, block: Block) -> list[Message] | None:
+        """Return every client's update; None if the hook can't run at once, with all entries as before.
 
         Args:
             block: the trained clients.
-            slots: the module's slots.
         """
         if not self._may_run("upload"):
             return None
-        whole = Stack({name: entry.detach() for name, entry in block.entries.items()})
+        before = {name: stack.detach().clone() for name, stack in block.entries.items()}
+        updates = self._uploaded(block)
+        if updates is None:
+            # the one that failed may have changed entries, and groups before it have
+            for name, entry in before.items():
+                block.entries[name].detach().copy_(entry)
+            if self._reads_steps or len({member.steps for member in block.members}) == 1:
+                return None
+            # again, with clients of one number of steps together
+            self._reads_steps = True
+            self.refused.discard("upload")
+            return self.upload(block)
+        private = self.sequential.work.example_privacy
+        if private is None:
+            return updates
+        return [
+            private.noised_update(update, member.job.seed)
+            for update, member in zip(updates, block.members, strict=True)
+        ]
+
+    def _uploaded(self, block: Block) -> list[Message] | None:
+        """Return every client's update, whose hook may change the block's entries; None if it can't run at once."""
+        whole = {name: stack.detach() for name, stack in block.entries.items()}
         sent: dict[tuple[str, ...], Stack] = {}
         updates: list[Message] = []
+        told: list[Done] = []
+
+        def upload(_: RowOf, data: BlockData) -> Message:
+            return self.module.upload(cast(Any, data))
+
         for rows in self._groups(block):
-            count = len(block.of(rows))
-            entries = {name: stack[rows] for name, stack in whole.entries.items()}
-            update = self._run("upload", entries, block.of(rows), slots)
-            if update is None and not self._reads_steps and len(set(m.steps for m in block.members)) > 1:
-                # again, with clients of one number of steps together: nothing has been changed so far
-                self._reads_steps = True
-                self.refused.discard("upload")
-                return self.upload(block, slots)
-            if update is None:
+            members = block.members[rows]
+            entries = {name: stack[rows] for name, stack in whole.items()}
+            done = self._run("upload", upload, entries, members)
+            if done is None:
                 return None
-            if isinstance(rows, Tensor):
-                for name, entry in entries.items():
-                    whole.entries[name][rows] = entry
-            weights = update.get("weights")
-            kept = isinstance(weights, dict) and all(
-                n in entries and t.data_ptr() == entries[n].data_ptr() and t.shape == entries[n].shape
-                for n, t in weights.items()
-            )
-            stack = None
-            if kept and weights:
-                stack = sent.setdefault(tuple(weights), Stack({n: whole.entries[n] for n in weights}))
+            told.append(done)
+            update = done.result
+            weights, stack = update.get("weights"), None
+            if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
+                stack = sent.setdefault(tuple(weights), Stack({name: whole[name] for name in weights}))
                 del update["weights"]
-            own = rows_of_tree(update, count)
-            numbers = range(*rows.indices(len(block.members))) if isinstance(rows, slice) else rows.tolist()
-            for number, of_client in zip(numbers, own, strict=True):
-                updates.append(of_client if stack is None else {"weights": Row(stack, number)} | of_client)
-        private = self.sequential.work.example_privacy
-        if private is not None:
-            updates = [
-                private.noised_update(update, member.job.seed)
-                for update, member in zip(updates, block.members, strict=True)
-            ]
+            for row, of_client in enumerate(rows_of_tree(update, len(members)), rows.start):
+                updates.append(of_client if stack is None else {"weights": Row(stack, row)} | of_client)
+        self._tell(told)
         return updates
 
-    def _groups(self, block: Block) -> Iterator[Any]:
+    def _groups(self, block: Block) -> Iterator[slice]:
         """Yield the rows that upload together: all, or those of one number of steps if the hook reads that number."""
-        steps = np.array([member.steps for member in block.members])
-        if not self._reads_steps or len(set(steps.tolist())) == 1:
+        steps = [member.steps for member in block.members]
+        if not self._reads_steps:
             yield slice(0, len(steps))
             return
         # Larger clients, which make more steps, are first, so that groups are neighbours.
         for _, rows in groupby(range(len(steps)), key=steps.__getitem__):
-            yield neighbours(np.array(list(rows)), self.sequential.device)
+            first, *others = rows
+            yield slice(first, first + 1 + len(others))
 
     def _run(
-        self, hook: str, entries: StateDict, members: list[Member], slots: Slots, payload: "Payload | None" = None
-    ) -> Message | None:
+        self,
+        hook: str,
+        function: Callable[[RowOf, BlockData], Message | None],
+        entries: StateDict,
+        members: list[Member],
+    ) -> Done | None:
         """Return a hook's result for many clients, whose entries it changes in place; None if it can't run at once.
 
         Args:
             hook: name of the hook.
-            entries: parameters and buffers, a row per client, changed in place.
+            function: calls the hook, with a function for a stack's row and the clients' data.
+            entries: parameters and buffers, a row per client, changed in place; after a failure, in part.
             members: the clients.
-            slots: the module's slots.
-            payload: the clients' payloads; None for an upload.
         """
-        module, count = self.module, len(members)
-        before = {name: entry.clone() for name, entry in entries.items()} if hook == "upload" else {}
+        table, count = vars(self.module), len(members)
+        turn = {name: table[name] for name in ("client_id", "steps_done")}
         steps = {member.steps for member in members}
-        vars(module).update(round=members[0].job.round)
-        taken = {name: vars(module).pop(name) for name in ("client_id", "steps_done")}
-        if len(steps) == 1:
-            vars(module)["steps_done"] = steps.pop()
-        warnings: list[tuple[Tensor, Callable[..., str], tuple[Any, ...]]] = []
-        vars(module)["_doubts"] = warnings
+        table.update(client_id=AnyClient(), round=members[0].job.round, steps_done=min(steps))
+        if len(steps) > 1:
+            del table["steps_done"]
+        doubts: list[Doubt] = []
+        table["_doubts"] = doubts
         load_decompositions()
         level = enter_vmap(count, "error")
 
         def row(stack: Tensor) -> Tensor:
-            return row_of(stack, 0, level)
+            one: Tensor = row_of(stack, 0, level)
+            return one
 
         def stacked(tensor: Tensor) -> Tensor:
             stack: Tensor = stack_of(tensor, level, count, 0)
             return stack
 
         try:
-            given = tree_map(row, {name: entry.detach() for name, entry in entries.items()})
-            own = () if payload is None else (payload.under_vmap(row),)
-            found = slots.call(getattr(module, hook), given, *own, BlockData(members, row))
-            result = tree_map(stacked, {} if found is None else dict(found))
-            doubts = [(stacked(flag), text, list(map(stacked, numbers))) for flag, text, numbers in warnings]
+            given = {name: row(entry.detach()) for name, entry in entries.items()}
+            found = self.attributes.slots.call(function, given, row, BlockData(members, row))
+            return Done(
+                {key: tree_map(stacked, value) for key, value in (found or {}).items()},
+                [(stacked(flag), text, tuple(map(stacked, numbers))) for flag, text, numbers in doubts],
+                members,
+            )
         except torch.cuda.OutOfMemoryError:
             raise
         # Of any type: the hook then runs client by client, which shows the author's own errors.
         except Exception:
             self.refused.add(hook)
-            for name, entry in before.items():
-                entries[name].copy_(entry)
             return None
         finally:
             leave_vmap()
-            vars(module)["_doubts"] = None
-            vars(module).update(taken)
-        self._tell(doubts, members)
-        return result
+            table["_doubts"] = None
+            table.update(turn)
 
-    def _tell(self, doubts: list[Any], members: list[Member]) -> None:
+    def _tell(self, done: list[Done]) -> None:
         """Warn of the clients of which a hook has doubts, after one copy of all flags.
 
         Args:
-            doubts: flags, texts and their numbers, a row per client.
-            members: the clients.
+            done: results of the hook.
         """
-        for flag, text, numbers in doubts:
-            flags, *values = moved([flag, *numbers], CPU)
+        told = [(members, text, [flag, *numbers]) for _, doubts, members in done for flag, text, numbers in doubts]
+        arrived = iter(moved([value for *_, values in told for value in values], CPU))
+        for members, text, values in told:
+            flags, *numbers = [next(arrived) for _ in values]
             for at in flags.nonzero().flatten().tolist():
                 self.sequential.set_turn(members[at].job, members[at].steps)
-                rank_zero_warn(text(*(float(value[at]) for value in values)))
+                rank_zero_warn(text(*(float(number[at]) for number in numbers)))
+
+
+def repeated(tensor: Tensor, rows: int) -> Tensor:
+    """Return a stack of equal rows."""
+    return tensor.detach().repeat(rows, *[1] * tensor.dim())
+
+
+def is_same(tensor: Tensor, other: Tensor | None) -> bool:
+    """Return True if two tensors share one place in memory."""
+    return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
 
 
 def rows_of_tree(update: Message, count: int) -> list[Message]:

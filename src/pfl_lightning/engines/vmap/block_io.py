@@ -1,9 +1,9 @@
-"""Load clients into a block and collect the results: client by client, or all at once if no hook is overridden."""
+"""Load clients into the rows of a block, and collect their updates and outcomes from the rows."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import put_together
-from pfl_lightning.engines.base import ClientState, Job, Outcome
+from pfl_lightning.engines.base import ClientState, Job, Outcome, identities
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Block, Member
-from pfl_lightning.engines.vmap.block_hooks import BlockHooks
+from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockHooks, is_same, repeated
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
@@ -32,8 +29,9 @@ from pfl_lightning.transfers import moved, rows_of, side_by_side
 class BlockIO:
     """Load clients into stacks before training, and build updates and outcomes after training.
 
-    If the hooks of download or upload are `ClientModule`'s own, those methods run unchanged with rows of the stacks as
-    their input and output, and the module stays as it is.
+    Hooks of a download or an upload run once for all clients where they have the mark for it (`BlockHooks`). Others run
+    with a client's row in the module, and one download serves all clients with equal state and payload if it looks at
+    none of them. `ClientModule`'s own hooks need no row: what they would copy is stacked as it is.
 
     Args:
         sequential: the engine of one client, with the module.
@@ -46,20 +44,18 @@ class BlockIO:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
-        self.hooks = BlockHooks(sequential)
+        self.hooks = BlockHooks(sequential, attributes)
+        self._shares = dict.fromkeys((True, False), not self.module.caches)
+        """Whether a download for training, or else for an evaluation, may serve several clients, as far as known."""
 
     # In
 
     @torch.no_grad()
-    def receive(
-        self, jobs: list[Job], layout: Layout, slots: Slots, training: bool
-    ) -> tuple[list[Member], StateDict, list[Phase]]:
+    def receive(self, jobs: list[Job], training: bool) -> tuple[list[Member], StateDict, list[Phase]]:
         """Return the clients in the order of the jobs, stacked parameters and buffers, and the common phases.
 
         Args:
             jobs: the clients' work in this round.
-            layout: the module's layout.
-            slots: the module's slots.
             training: whether local training follows, as for `Engine.become`.
 
         Raises:
@@ -67,60 +63,53 @@ class BlockIO:
         """
         # Each block finds its own caches that differ between clients.
         self.attributes.differing = frozenset()
-        self.attributes.refuse_references(slots)
-        if foreign := [name for name in layout.personal if name not in slots.first_names]:
+        self.attributes.refuse_references()
+        if foreign := [
+            name for name in self.attributes.layout.personal if name not in self.attributes.slots.first_names
+        ]:
             # An entry of a custom state_dict has no place in the module to stack.
             raise Unvectorisable(self.module, f"{foreign[0]} of its state_dict is no parameter or buffer")
-        signature = BlockSignature(self.attributes, layout)
         device, dtype = self.sequential.device, cast(torch.dtype, self.module.dtype)
         members = [Member(job, job.data.to(device, dtype), Stream(device, job.seed)) for job in jobs]
         put_together([member.data for member in members])
-        received = self._receive_at_once(members, signature, slots)
-        if received is None:
-            jobs = self._sent_together(members)
-            received = self.hooks.receive(members, jobs, signature, slots, training)
-        return members, *(received or self._receive_one_by_one(members, jobs, signature, slots, training))
+        if (stacks := self._given(members)) is not None:
+            # Evaluations have no local phases.
+            return members, stacks, self._phases(members) if training else []
+        there = self._sent_together(members)
+        if (stacks := self.hooks.receive(members, there, training)) is not None:
+            return members, stacks, self._phases(members) if training else []
+        if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
+            try:
+                keys = [identities(job.state, job.payload) for job in jobs]
+                return members, *self._loaded(members, there, keys, training)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            # Of any type, as hooks fail in their own ways without a client; an error of their own comes again below.
+            except Exception:
+                self._shares[training] = False
+        return members, *self._loaded(members, there, range(len(jobs)), training)
 
-    def _receive_at_once(
-        self, members: list[Member], signature: BlockSignature, slots: Slots
-    ) -> tuple[StateDict, list[Phase]] | None:
-        """Stack the entries assigned to each client by `ClientModule.receive`; None if any entry is left out."""
-        module, device = self.module, self.sequential.device
+    def _given(self, members: list[Member]) -> StateDict | None:
+        """Return the stacks of what `ClientModule`'s own hooks would assign; None where other hooks must run."""
+        module, device, current = self.module, self.sequential.device, self.attributes.slots.current()
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None
-        current = slots.current()
-        received = module.state_dict().keys() - module.common_names
-        # `ClientModule.receive` writes this one of the buffers in no `state_dict`; all others keep their values.
-        if received - current.keys() or "_class_weights" in current:
-            # Some entries have two names, or would keep the values of the client before.
+        # `ClientModule.receive` writes these of the buffers in no `state_dict`; all others keep their values.
+        if CLASS_WEIGHTS in current:
             return None
-        kept = current.keys() - received
-        assigned: list[StateDict] = []
-        by_tensors: dict[tuple[str | int, ...], StateDict] = {}
-        self.sequential.set_mode(training=False)
-        # receive runs unchanged, but its results are collected instead of assigned to the module.
-        with replaced(module, assign=lambda entries: assigned[-1].update(entries)):
-            for member in members:
-                # Clients with the same tensors in state and payload get the same entries, so receive runs once per
-                # distinct combination.
-                personal, payload = member.job.state.personal, member.job.payload
-                given: tuple[str | int, ...] = (*payload, *map(id, chain(personal.values(), payload.values())))
-                assigned.append(by_tensors.setdefault(given, {}))
-                if not assigned[-1]:
-                    self.sequential.set_turn(member.job)
-                    with during("download", member.job.round, member.job.client):
-                        module.receive(personal, payload, member.data)
-        if any(entries.keys() != received for entries in by_tensors.values()):
+        names = module.state_dict().keys() - module.common_names
+        given = [{**member.job.state.personal, **member.job.payload.get("weights", {})} for member in members]
+        # Some entries may have two names, or would keep the values of the client before.
+        if names - current.keys() or any(entries.keys() != names for entries in given):
             return None
         sent: list[Tensor] = []
         alike: set[str] = set()
-        # Nearly always all clients get the same.
-        distinct = assigned[:1] if len(by_tensors) == 1 else assigned
         for name, tensor in current.items():
-            rows = [tensor if name in kept else entries[name] for entries in distinct]
+            rows = [entries[name] for entries in given] if name in names else [tensor]
             # An entry that is the same object for all clients is copied to the device once and repeated there.
             if len(set(map(id, rows))) == 1:
                 alike.add(name)
+                rows = rows[:1]
             if {row.shape for row in rows} != {tensor.shape}:
                 return None
             sent.append(rows[0] if name in alike else side_by_side(rows, device))
@@ -128,36 +117,65 @@ class BlockIO:
         for (name, tensor), stack in zip(current.items(), moved(sent, device), strict=True):
             stack = stack.to(tensor.dtype)
             stacks[name] = repeated(stack, len(members)) if name in alike else stack
-        # The default phases are the same for all clients.
-        for member in members if overrides(module, "local_phases") else members[:1]:
-            self.sequential.set_turn(member.job)
-            phases = module.local_phases()
-            signature.admit(phases, current)
-        return stacks, phases
+        return stacks
 
-    def _receive_one_by_one(
-        self, members: list[Member], jobs: list[Job], signature: BlockSignature, slots: Slots, training: bool
+    def _phases(self, members: list[Member]) -> list[Phase]:
+        """Return the phases that all clients have in common."""
+        signature, current = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots.current()
+        # The default phases are the same for all clients.
+        for member in members if overrides(self.module, "local_phases") else members[:1]:
+            self.sequential.set_turn(member.job)
+            phases = self.module.local_phases()
+            signature.admit(phases, current)
+        return phases
+
+    def _loaded(
+        self, members: list[Member], jobs: list[Job], keys: Sequence[object], training: bool
     ) -> tuple[StateDict, list[Phase]]:
-        """Load one client after another into rows of the stacks, with hooks changing the rows in place."""
-        stacks = {name: repeated(tensor, len(members)) for name, tensor in slots.current().items()}
-        for row, (member, arrived) in enumerate(zip(members, jobs, strict=True)):
+        """Return the stacks of clients whose hooks change their rows in place, and the common phases.
+
+        Args:
+            members: the clients.
+            jobs: their work, with states and payloads on the device.
+            keys: a key for each; clients with the same key have one download.
+            training: as for `receive`.
+
+        Raises:
+            ReadsClient: if such a download looks at a client.
+        """
+        clients, places = Counter(keys), {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        firsts = dict(zip(reversed(keys), zip(reversed(members), reversed(jobs), strict=True), strict=True))
+        first = [member for member, _ in (firsts[key] for key in places)]
+        signature = BlockSignature(self.attributes, self.attributes.is_close or not training)
+        stacks = {name: repeated(tensor, len(first)) for name, tensor in self.attributes.slots.current().items()}
+        for row, key in enumerate(places):
+            member, job = firsts[key]
             entries = {name: stack[row] for name, stack in stacks.items()}
-            with slots.holding(entries):
+            common = clients[key] > 1
+            with self.attributes.slots.holding(entries):
                 with self.attributes.of("on_download"):
-                    self.sequential.become(arrived, training)
-                phases = self.module.local_phases()
-                current = slots.current()
+                    if common:
+                        with self.sequential.common(job, training):
+                            phases = self.module.local_phases()
+                    else:
+                        self.sequential.become(job, training)
+                        phases = self.module.local_phases()
+                current = self.attributes.slots.current()
                 signature.admit(phases, current)
                 if row == 0:
                     # Hooks may have replaced tensors, or changed their shapes; the stacks then follow the first client.
                     new = {n: t for n, t in current.items() if n not in entries or t.shape != entries[n].shape}
-                    stacks |= {name: repeated(tensor, len(members)) for name, tensor in new.items()}
+                    stacks |= {name: repeated(tensor, len(first)) for name, tensor in new.items()}
                     stacks = {name: stacks[name] for name in current}
                     entries = {name: stack[row] for name, stack in stacks.items()}
                 take_over(current, entries)
-            member.stream.keep()
-        for member, caches in zip(members, signature.caches(), strict=True):
+            if not common:
+                member.stream.keep()
+        for member, caches in zip(first, signature.caches(), strict=True):
             member.caches = caches
+        if len(first) < len(members):
+            at = torch.tensor([places[key] for key in keys], device=self.sequential.device)
+            stacks = {name: stack[at] for name, stack in stacks.items()}
         return stacks, phases
 
     def _sent_together(self, members: list[Member]) -> list[Job]:
@@ -180,14 +198,12 @@ class BlockIO:
 
     # Out
 
-    def outcomes(self, jobs: list[Job], block: Block, layout: Layout, slots: Slots) -> Iterator[Outcome]:
+    def outcomes(self, jobs: list[Job], block: Block) -> Iterator[Outcome]:
         """Yield the outcomes of trained clients, in the order of the jobs.
 
         Args:
             jobs: the clients' work in this round.
             block: the trained clients.
-            layout: the module's layout.
-            slots: the module's slots.
         """
         start, work = time.perf_counter(), self.sequential.work
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
@@ -198,10 +214,12 @@ class BlockIO:
             updates = (
                 self._upload_at_once(names, block)
                 if at_once
-                else self.hooks.upload(block, slots) or self._upload_one_by_one(block, slots)
+                else self.hooks.upload(block) or self._upload_one_by_one(block)
             )
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
-        kept = {name: block.entries[slots.first_names[name]] for name in layout.personal}
+        kept = {
+            name: block.entries[self.attributes.slots.first_names[name]] for name in self.attributes.layout.personal
+        }
         sent = [entry for stack in stacks for entry in stack.entries.values()]
         # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
         private = work.example_privacy
@@ -214,7 +232,7 @@ class BlockIO:
         *scalars, sums = moved([*recorded.values(), sums], CPU)
         means, finite = block.means(dict(zip(recorded, scalars, strict=True))), sums.isfinite().all(0).tolist()
         personal = rows_of(kept, len(jobs), self.sequential.device if work.keeps_on_device else CPU)
-        after = self.evaluator.evaluate(block.members, block.entries, slots)
+        after = self.evaluator.evaluate(block.members, block.entries)
         others = [[value for value in update.values() if type(value) is not Row] for update in updates]
         # Integer tensors are always finite, so most updates need no further check.
         counts_only = all(type(v) is Tensor and not v.is_floating_point() for v in chain.from_iterable(others))
@@ -223,6 +241,9 @@ class BlockIO:
             row = block.rows[job.client]
             member, metrics = block.members[row], means[row]
             sound = finite[row] and (counts_only or is_finite(others[row]))
+            measured: dict[str, dict[str, float]] = {}
+            if job.evaluate:
+                measured = self._evaluate_alone(row, block) if after is None else after.metrics(job.client)
             yield Outcome(
                 client=job.client,
                 update=updates[row],
@@ -231,7 +252,7 @@ class BlockIO:
                 ),
                 metrics=metrics,
                 finite=sound and (private is not None or all(map(math.isfinite, metrics.values()))),
-                after=self._evaluate_alone(row, block, slots) if after is None else after.metrics(job.client),
+                after=measured,
                 seconds=seconds,
                 releases=() if private is None else tuple(private.releases(work, block.phases, block.sizes[row])),
                 steps=member.steps,
@@ -243,35 +264,34 @@ class BlockIO:
         shared = {name: block.entries[name].detach() for name in names if self.module.is_shared(name)}
         stack = Stack(shared)
         updates: list[Message] = []
-        own: Mapping[str, Tensor]
-        with replaced(self.module, shared_state=lambda: own):
+        table = vars(self.module)
+        try:
             for row, member in enumerate(block.members):
-                own = Row(stack, row) if shared else {}
+                table["_shared_rows"] = Row(stack, row) if shared else {}
                 self.sequential.set_turn(member.job, member.steps)
                 # No copies needed: apart from the row, `ClientModule.upload` makes its tensors anew for each update.
                 with during("upload", member.job.round, member.job.client):
                     updates.append(self._uploaded(member))
+        finally:
+            table["_shared_rows"] = None
         return arrived_together(updates, self.sequential.device)
 
     def _uploaded(self, member: Member) -> Message:
         update, private = self.module.upload(member.data), self.sequential.work.example_privacy
         return update if private is None else private.noised_update(update, member.job.seed)
 
-    def _upload_one_by_one(self, block: Block, slots: Slots) -> list[Message]:
+    def _upload_one_by_one(self, block: Block) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
         updates: list[Message] = []
         stacks: dict[tuple[str, ...], Stack] = {}
         for row, member in enumerate(block.members):
             entries = {name: stack[row].detach() for name, stack in block.entries.items()}
-            self.sequential.set_turn(member.job, member.steps)
-            self.attributes.put(member.caches)
             member.stream.restore()
-            with slots.holding(entries):
-                job = member.job
-                with self.attributes.of("upload"), during("upload", job.round, job.client):
+            with self.attributes.turn_of(member, entries, "upload"):
+                with self.attributes.of("upload"):
                     update = dict(self._uploaded(member))
                 member.caches = self.attributes.caches
-                take_over(slots.current(), entries)
+                take_over(self.attributes.slots.current(), entries)
             weights = update.get("weights")
             if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
                 chosen = tuple(weights)
@@ -285,34 +305,14 @@ class BlockIO:
                 member.stream.keep()
         return arrived_together(updates, self.sequential.device)
 
-    def _evaluate_alone(self, row: int, block: Block, slots: Slots) -> dict[str, dict[str, float]]:
-        """Copy a trained client into the module, and evaluate as `Sequential` does."""
+    def _evaluate_alone(self, row: int, block: Block) -> dict[str, dict[str, float]]:
+        """Evaluate a trained client as `Sequential` does, in copies of its entries, as an evaluation may train."""
         member = block.members[row]
-        self.sequential.set_turn(member.job, member.steps)
-        self.attributes.put(member.caches)
-        with torch.no_grad():
-            slots.copy_row(block.entries, row)
-        member.stream.restore()
+        entries = {name: stack[row].detach().clone() for name, stack in block.entries.items()}
         self.sequential.set_mode(training=False)
-        with during("evaluation", member.job.round, member.job.client):
+        member.stream.restore()
+        with self.attributes.turn_of(member, entries, "evaluation"):
             return self.sequential.evaluate_present(member.job, member.data)
-
-
-@contextmanager
-def replaced(module: ClientModule, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Replace methods of a client module by functions inside this context."""
-    table = vars(module)
-    table.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del table[name]
-
-
-def repeated(tensor: Tensor, rows: int) -> Tensor:
-    """Return a stack of equal rows."""
-    return tensor.detach().repeat(rows, *[1] * tensor.dim())
 
 
 def copied(update: Mapping[str, Any]) -> Message:
@@ -332,11 +332,6 @@ def arrived_together(updates: list[Message], device: torch.device) -> list[Messa
     others = [{k: v for k, v in update.items() if type(v) is not Row} for update in updates]
     arrived = iter(moved(list(tensors(others)), CPU))
     return [update | tree_map(lambda _: next(arrived), other) for update, other in zip(updates, others, strict=True)]
-
-
-def is_same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Return True if two tensors share one place in memory."""
-    return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
 
 
 def take_over(current: StateDict, entries: StateDict) -> None:

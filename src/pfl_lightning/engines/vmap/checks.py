@@ -1,7 +1,7 @@
 """Refuse client modules unable to run for many clients at once, or giving wrong results in silence."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Unvectorisable(MisconfigurationException):
 
 
 class SharedAttributes(Leaks):
-    """The plain attributes of a client module, a single copy for all clients of a block.
+    """The plain attributes of a client module, a single copy for all clients of a block, and the places of entries.
 
     Args:
         module: the client module.
@@ -49,6 +49,11 @@ class SharedAttributes(Leaks):
         super().__init__(module)
         self.differing: frozenset[str] = frozenset()
         """Paths of caches that differ between the block's clients; each client has its own."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Look for the module's entries, in whose places others may be since the last round."""
+        self.layout, self.slots = Layout.of(self.module), Slots(self.module)
 
     def place(self, path: str) -> tuple[dict[str, Any], str]:
         """Return the attribute dict of a path's submodule, and the attribute's name."""
@@ -100,18 +105,15 @@ class SharedAttributes(Leaks):
         if name := self.changed(before, self.look(), frozenset() if caches else self._caches):
             raise Unvectorisable(self.module, reason.format(name))
 
-    def refuse_references(self, slots: Slots) -> None:
+    def refuse_references(self) -> None:
         """Refuse lists and dicts of parameters or buffers in attributes.
 
         Under vmap the module's slots hold other tensors, and such a reference would reach the old ones.
 
-        Args:
-            slots: the module's parameters and buffers.
-
         Raises:
             Unvectorisable: if there is such a reference.
         """
-        entries = {id(slot.tensor) for slot in slots if slot.tensor is not None}
+        entries = {id(slot.tensor) for slot in self.slots if slot.tensor is not None}
         for m in self.module.modules():
             tables = set(map(id, entry_tables(m)))
             for name, value in vars(m).items():
@@ -122,6 +124,34 @@ class SharedAttributes(Leaks):
                 if held and id(value) not in tables and not entries.isdisjoint(map(id, held)):
                     reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"
                     raise Unvectorisable(self.module, reason)
+
+    @contextmanager
+    def turn_of(self, member: Member, entries: StateDict, phase: str) -> Iterator[None]:
+        """Put a client into the module inside this context, and name the client in errors.
+
+        Args:
+            member: the client, whose turn, steps and caches the module gets.
+            entries: the client's parameters and buffers, which hooks may change.
+            phase: as for `during`.
+        """
+        job, before = member.job, self.caches
+        vars(self.module).update(client_id=job.client, round=job.round, steps_done=member.steps)
+        self.put(member.caches)
+        try:
+            with self.slots.holding(entries), during(phase, job.round, job.client):
+                yield
+        finally:
+            self.take(self.caches.keys() - before.keys())
+            self.put(before)
+
+    def first_turn(self, first: Member, stacks: StateDict) -> AbstractContextManager[None]:
+        """Return the context of the first client's turn, in copies of its entries.
+
+        Args:
+            first: the client.
+            stacks: parameters and buffers, a row per client.
+        """
+        return self.turn_of(first, {name: stack[0].detach().clone() for name, stack in stacks.items()}, "training")
 
     @contextmanager
     def without_turn(self) -> Iterator[None]:
@@ -152,12 +182,12 @@ class BlockSignature:
 
     Args:
         attributes: the module's attributes.
-        layout: the module's layout.
+        compares: whether attributes are compared after each client; else the end of the round shows their changes.
     """
 
-    def __init__(self, attributes: SharedAttributes, layout: Layout) -> None:
+    def __init__(self, attributes: SharedAttributes, compares: bool) -> None:
         self._attributes = attributes
-        self._layout = layout
+        self._compares = compares
         self._first: tuple[Any, Any, Look] | None = None
         self._caches: list[tuple[dict[str, Any], Look]] = []
 
@@ -174,17 +204,19 @@ class BlockSignature:
         module = self._attributes.module
         if any(phase.data is not None for phase in phases):
             raise Unvectorisable(module, "it has a phase with samples of its own")
-        common = [{**vars(phase), "trains": list(self._layout.trained(phase))} for phase in phases]
+        common = [{**vars(phase), "trains": list(self._attributes.layout.trained(phase))} for phase in phases]
         shapes = {name: tensor.shape for name, tensor in entries.items()}
         caches = self._attributes.caches
         self._caches.append((caches, looked_at(caches)))
         if self._first is None:
-            self._first = common, shapes, self._attributes.look()
+            self._first = common, shapes, self._attributes.look() if self._compares else {}
             return
         if common != self._first[0]:
             raise Unvectorisable(module, "clients have different local_phases()")
         if shapes != self._first[1]:
             raise Unvectorisable(module, "clients have parameters or buffers of different shapes")
+        if not self._compares:
+            return
         reason = "it stores client data in {}, which is no buffer"
         self._attributes.refuse_changes(self._first[2], reason, caches=False)
 
@@ -249,7 +281,6 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
 
 def vectorised(
     attributes: SharedAttributes,
-    slots: Slots,
     member: Member,
     entries: StateDict,
     at_once: Callable[[], Result],
@@ -259,7 +290,6 @@ def vectorised(
 
     Args:
         attributes: the module's attributes.
-        slots: the module's slots.
         member: the first client.
         entries: parameters and buffers, a row per client.
         at_once: computes the result for all clients.
@@ -269,30 +299,5 @@ def vectorised(
         Unvectorisable: if the code fails for many clients at once, but not for the first client alone. An error of the
             first client alone is raised unchanged.
     """
-    module = attributes.module
-
-    prepared = partial(first_client, attributes, slots, member, entries)
-    return computed(at_once, alone, partial(Unvectorisable, module), prepared)
-
-
-@contextmanager
-def first_client(attributes: SharedAttributes, slots: Slots, member: Member, entries: StateDict) -> Iterator[None]:
-    """Put copies of the first client's entries into the module inside this context, and tell the module where it is.
-
-    Args:
-        attributes: the module's attributes.
-        slots: the module's slots.
-        member: the first client.
-        entries: parameters and buffers, a row per client.
-    """
-    module, job = attributes.module, member.job
-    vars(module).update(client_id=job.client, round=job.round, steps_done=member.steps)
-    # Put back the client's hidden caches, which it may read when it runs alone.
-    absent = {path: value for path, value in member.caches.items() if path not in attributes.caches}
-    attributes.put(absent)
-    try:
-        with slots.holding({name: stack[0].detach().clone() for name, stack in entries.items()}):
-            with during("training", job.round, job.client):
-                yield
-    finally:
-        attributes.take(absent)
+    prepared = partial(attributes.first_turn, member, entries)
+    return computed(at_once, alone, partial(Unvectorisable, attributes.module), prepared)

@@ -16,8 +16,7 @@ from pfl_lightning.data.memory import free_memory
 from pfl_lightning.engines.base import Engine, Job, Outcome
 from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout, step_values
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.engines.threads import threads_for
 from pfl_lightning.engines.vmap.block import Block
 from pfl_lightning.engines.vmap.block_io import BlockIO
@@ -84,13 +83,13 @@ class Vectorised(Engine):
         Raises:
             Unvectorisable: if the client module can't be vectorised; before the first outcome of a block.
         """
-        layout, slots = Layout.of(self.module), Slots(self.module)
-        self.merged.settle(slots)
+        self.attributes.renew()
+        self.merged.settle(self.attributes.slots)
         self.merged.tell()
         self._double()
         with weights_exchanged(self.module), self.attributes.of("local work", whole_round=True):
-            for block in self._blocks(jobs, slots):
-                yield from self._run_block(block, layout, slots)
+            for block in self._blocks(jobs):
+                yield from self._run_block(block)
 
     def evaluate(self, job: Job) -> dict[str, dict[str, float]]:
         """Evaluate one client as `Sequential` does."""
@@ -98,8 +97,8 @@ class Vectorised(Engine):
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate clients with the same model together, and the others block by block."""
-        layout, slots = Layout.of(self.module), Slots(self.module)
-        self.merged.settle(slots)
+        self.attributes.renew()
+        self.merged.settle(self.attributes.slots)
         together: list[Evaluated] = []
 
         def others() -> Iterator[Job]:
@@ -112,8 +111,8 @@ class Vectorised(Engine):
                     together.append(found)
 
         with weights_exchanged(self.module):
-            for block in self._blocks(others(), slots):
-                yield from self._evaluate_block(block, layout, slots)
+            for block in self._blocks(others()):
+                yield from self._evaluate_block(block)
         yield from together
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
@@ -122,12 +121,12 @@ class Vectorised(Engine):
 
     # Blocks
 
-    def _blocks(self, jobs: Iterable[Job], slots: Slots) -> Iterator[list[Job]]:
+    def _blocks(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
         """Yield the jobs of each block."""
         jobs = iter(jobs)
         for first in jobs:
             if self.block_size is None:
-                self.block_size = self._room(first, slots)
+                self.block_size = self._room(first)
             size = self.block_size if self.fitting is None else min(self.fitting, self.block_size)
             yield [first, *islice(jobs, size - 1)]
 
@@ -144,12 +143,12 @@ class Vectorised(Engine):
                 self.fitting = None
         self._calm += 1
 
-    def _room(self, job: Job, slots: Slots) -> int:
+    def _room(self, job: Job) -> int:
         """Return the number of clients for half of the free memory, judged by a forward pass of one."""
         part = self.become(job).train
         with torch.no_grad(), self.forward_context():
             outputs = outputs_of(self.module, part.take(slice(self.work.batch_size)))
-        entries = sum(tensor.nbytes for tensor in slots.current().values())
+        entries = sum(tensor.nbytes for tensor in self.attributes.slots.current().values())
         # Five copies per entry: value, gradient, two of the optimizer's, and a temporary one. Outputs have gradients
         # too.
         need = 5 * entries + 2 * num_bytes(outputs) + 2 * num_bytes((part.x, part.y))
@@ -160,29 +159,29 @@ class Vectorised(Engine):
             together = self.merged.clients_at_once(part.take(slice(self.work.batch_size)).x, num_bytes(outputs))
         return min(room, together or room)
 
-    def _run_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome]:
+    def _run_block(self, jobs: list[Job]) -> Iterator[Outcome]:
         """Yield the outcomes of a block, or of halves if memory is short."""
         if len(jobs) == 1:
             # A stack of one client costs time and saves none.
-            yield self.sequential.train(jobs[0], layout)
+            yield self.sequential.train(jobs[0], self.attributes.layout)
             return
         with threads_for(self.module, len(jobs)):
-            outcomes = self._trained_block(jobs, layout, slots)
+            outcomes = self._trained_block(jobs)
         if outcomes is not None:
             yield from outcomes
             return
         for half in self._halves(jobs):
-            yield from self._run_block(half, layout, slots)
+            yield from self._run_block(half)
 
-    def _trained_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Outcome] | None:
+    def _trained_block(self, jobs: list[Job]) -> Iterator[Outcome] | None:
         """Return the outcomes of a block; None if memory is short, with all of the block's memory free again."""
         try:
             start = time.perf_counter()
             refuse_gradients_of_one(self.module)
-            block = Block.of_members(*self.block_io.receive(jobs, layout, slots, training=True))
-            self.trainer.train(block, layout, slots)
+            block = Block.of_members(*self.block_io.receive(jobs, training=True))
+            self.trainer.train(block)
             block.seconds = (time.perf_counter() - start) / len(jobs)
-            outcomes = self.block_io.outcomes(jobs, block, layout, slots)
+            outcomes = self.block_io.outcomes(jobs, block)
             # Computed here, so that a lack of memory shows before any outcome, when the block can still be halved.
             first = next(outcomes)
         except torch.cuda.OutOfMemoryError:
@@ -190,11 +189,11 @@ class Vectorised(Engine):
             return None
         return chain([first], outcomes)
 
-    def _evaluate_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Iterator[Evaluated]:
+    def _evaluate_block(self, jobs: list[Job]) -> Iterator[Evaluated]:
         """Yield the metrics of a block, or of halves if memory is short."""
         try:
             with threads_for(self.module, len(jobs)):
-                metrics = self._measure_block(jobs, layout, slots)
+                metrics = self._measure_block(jobs)
         except torch.cuda.OutOfMemoryError:
             halves = self._halves(jobs)
         else:
@@ -205,19 +204,19 @@ class Vectorised(Engine):
             return
         # Outside the except block, as above.
         for half in halves:
-            yield from self._evaluate_block(half, layout, slots)
+            yield from self._evaluate_block(half)
 
-    def _measure_block(self, jobs: list[Job], layout: Layout, slots: Slots) -> Evaluated | None:
+    def _measure_block(self, jobs: list[Job]) -> Evaluated | None:
         """Return the metrics of the received models; None if the clients can't be evaluated at once."""
         if len(jobs) == 1 or not self.evaluator.usable:
             return None
         try:
-            members, entries, _ = self.block_io.receive(jobs, layout, slots, training=False)
+            members, entries, _ = self.block_io.receive(jobs, training=False)
         # Remembered for later rounds, too: the clients can't share a block, and are evaluated one by one.
         except Unvectorisable:
             self.evaluator.usable = False
             return None
-        return self.evaluator.evaluate(members, entries, slots)
+        return self.evaluator.evaluate(members, entries)
 
 
 def outputs_of(module: ClientModule, samples: Samples) -> list[Any]:

@@ -16,7 +16,6 @@ from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluat
 from pfl_lightning.engines.errors import reason_of
 from pfl_lightning.engines.evaluation import evaluate_padded, rows_at_once
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.vmap.block import Member
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.engines.vmap.layers import Layers
@@ -53,13 +52,12 @@ class BlockEvaluator:
         self.usable = not normalises and not adapts and not self.module.measures_itself
         """Whether clients can be evaluated at once, as far as known."""
 
-    def evaluate(self, members: list[Member], entries: StateDict, slots: Slots) -> Evaluated | None:
+    def evaluate(self, members: list[Member], entries: StateDict) -> Evaluated | None:
         """Return the metrics of stacked clients; None if each client must be evaluated alone.
 
         Args:
             members: the clients.
             entries: parameters and buffers, a row per client.
-            slots: the module's slots.
         """
         parts = list(dict.fromkeys(chain.from_iterable(member.job.evaluate for member in members)))
         results: dict[str, ClientMetrics] = {}
@@ -74,7 +72,7 @@ class BlockEvaluator:
                 before = self.attributes.look()
                 for part in parts:
                     samples = gather([member.data for member in members], part)
-                    blocks = self._measure(samples, entries, slots)
+                    blocks = self._measure(samples, entries)
                     measured = ClientMetrics([([clients[row] for row in rows], columns) for rows, columns in blocks])
                     asked = {member.job.client for member in members if part in member.job.evaluate}
                     if len(asked) < len(members):
@@ -94,32 +92,28 @@ class BlockEvaluator:
         return Evaluated(clients, results)
 
     @torch.no_grad()
-    def _measure(self, samples: list[Samples], entries: StateDict, slots: Slots) -> Blocks:
+    def _measure(self, samples: list[Samples], entries: StateDict) -> Blocks:
         """Return the metrics of clients on their samples, without clients that have none."""
         sizes = [len(of_one) for of_one in samples]
         if not any(sizes):
             return []
         at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
         groups = rows_alike(sizes, CLIENTS * at_once)
-        return [*chain.from_iterable(self._measure_rows(rows, samples, entries, slots, at_once) for rows in groups)]
+        return [*chain.from_iterable(self._measure_rows(rows, samples, entries, at_once) for rows in groups)]
 
-    def _measure_rows(
-        self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
-    ) -> Blocks:
+    def _measure_rows(self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int) -> Blocks:
         """Return the metrics of some rows, evaluated together or, if memory is short, in halves."""
         try:
-            return [(rows, self._measure_together(rows, samples, entries, slots, at_once))]
+            return [(rows, self._measure_together(rows, samples, entries, at_once))]
         except torch.cuda.OutOfMemoryError:
             if len(rows) == 1:
                 raise
         # Outside the except block, because the error's traceback keeps the tensors alive.
         half = -(-len(rows) // 2)
-        parts = [self._measure_rows(part, samples, entries, slots, at_once) for part in (rows[:half], rows[half:])]
+        parts = [self._measure_rows(part, samples, entries, at_once) for part in (rows[:half], rows[half:])]
         return [*chain.from_iterable(parts)]
 
-    def _measure_together(
-        self, rows: list[int], samples: list[Samples], entries: StateDict, slots: Slots, at_once: int
-    ) -> Columns:
+    def _measure_together(self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int) -> Columns:
         """Return the metrics of some rows, with ``at_once`` samples of each row per forward pass."""
         chosen = entries
         if rows != list(range(len(samples))):
@@ -129,25 +123,25 @@ class BlockEvaluator:
         self.merged.see(chosen)
         x = padded([samples[row].x for row in rows])
         with self.sequential.forward_context():
-            outputs = torch.cat([self._forward(chosen, chunk, slots) for chunk in split(x, at_once, dim=1)], 1)
+            outputs = torch.cat([self._forward(chosen, chunk) for chunk in split(x, at_once, dim=1)], 1)
         return evaluate_padded(outputs, [samples[row].y for row in rows], self.sequential.metrics, self.module.task)
 
-    def _forward(self, entries: StateDict, x: Tree, slots: Slots) -> Tensor:
+    def _forward(self, entries: StateDict, x: Tree) -> Tensor:
         """Return outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
         if self.merged.parts and EVALUATION not in self.merged.checked:
-            self._check_merged(entries, x, slots)
+            self._check_merged(entries, x)
         with Layers() as layers, self.merged.at_once(layers):
-            outputs: Tensor = vmap(lambda e, x: slots.call(self.module.forward, e, x))(entries, x)
+            outputs: Tensor = vmap(lambda e, x: self.attributes.slots.call(self.module.forward, e, x))(entries, x)
         return outputs
 
-    def _check_merged(self, entries: StateDict, x: Tree, slots: Slots) -> None:
+    def _check_merged(self, entries: StateDict, x: Tree) -> None:
         """Refuse nets in parts for all clients at once if the first client alone has other outputs."""
         self.merged.checked.add(EVALUATION)
         try:
             outputs = self._forward(
-                {name: stack[:FEW] for name, stack in entries.items()}, tree_map(lambda stack: stack[:FEW], x), slots
+                {name: stack[:FEW] for name, stack in entries.items()}, tree_map(lambda stack: stack[:FEW], x)
             )[0]
-            with slots.holding({name: stack[0].clone() for name, stack in entries.items()}):
+            with self.attributes.slots.holding({name: stack[0].clone() for name, stack in entries.items()}):
                 expected = self.module(tree_map(lambda stack: stack[0], x))
         except torch.cuda.OutOfMemoryError:
             raise

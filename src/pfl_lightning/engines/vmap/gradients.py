@@ -15,10 +15,9 @@ from torch.func import vmap
 from pfl_lightning.client.module import Batch, ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.engines.errors import reason_of
-from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import step_values, weighs_batches
 from pfl_lightning.engines.vmap.block import Block, Member, Part, Rows
-from pfl_lightning.engines.vmap.checks import SharedAttributes, first_client, vectorised
+from pfl_lightning.engines.vmap.checks import SharedAttributes, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled, Values
 from pfl_lightning.engines.vmap.dense import DenseNet
 from pfl_lightning.engines.vmap.dropout import DeviceStates, Stream, Streams, default_generators
@@ -113,7 +112,6 @@ class Differentiator:
         compiled: the compiled step; None runs each step uncompiled.
         padding: whether batches of several sizes may be computed at once.
         merged: parts of nets that take the samples of all clients as one batch.
-        slots: the module's slots.
         block: the clients; entries are read, and buffers among the entries updated.
         phase: the phase.
         trained: names of the entries to differentiate with respect to.
@@ -129,7 +127,6 @@ class Differentiator:
         compiled: Compiled | None,
         padding: Padding,
         merged: Merged,
-        slots: Slots,
         block: Block,
         phase: Phase,
         trained: list[str],
@@ -143,7 +140,7 @@ class Differentiator:
         self.compiled = compiled
         self.padding = padding
         self.merged = merged
-        self.slots = slots
+        self.slots = attributes.slots
         self.block = block
         self.phase = phase
         self.trained = trained
@@ -158,7 +155,7 @@ class Differentiator:
         """Samples of the widest padded batches that were checked."""
         self._moving: set[str] = set()
         """Buffers that checked steps changed."""
-        self.dense = None if compiled else DenseNet.of(self.module, precision, slots, block, trained)
+        self.dense = None if compiled else DenseNet.of(self.module, precision, self.slots, block, trained)
         merged.see(block.entries)
 
     def gradients(self, step: list[list[Part]], index: int) -> StateDict:
@@ -432,9 +429,7 @@ class Differentiator:
             self._check_merged(entries, batch, index, members)
         at_once = partial(self._values, entries, batch, index, members, trial, padded)
         # What padded batches can't is computed by size, and explained there.
-        values = (
-            vectorised(self.attributes, self.slots, members[0], entries, at_once, alone) if explained else at_once()
-        )
+        values = vectorised(self.attributes, members[0], entries, at_once, alone) if explained else at_once()
         loss = values["loss"]
         if factors is not None:
             factors = factors.to(loss.dtype)
@@ -487,7 +482,7 @@ class Differentiator:
             member: the client.
             stream: its stream to draw from.
         """
-        with first_client(self.attributes, self.slots, member, entries):
+        with self.attributes.first_turn(member, entries):
             current = {slot.name: slot.current for slot in self.slots}
             stream.restore()
             values = step_values(self.module, batch, index)

@@ -17,8 +17,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data.batches import batches_of
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.slots import Slots
-from pfl_lightning.engines.steps import Layout, adjusted_gradients, local_optimizer
+from pfl_lightning.engines.steps import adjusted_gradients, local_optimizer
 from pfl_lightning.engines.vmap.block import Block, Plan, Planned
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
@@ -50,13 +49,11 @@ class BlockTrainer:
         self.compiled = Compiled(self.module, sequential.precision) if compile else None
         self.padding = Padding(self.module, sequential.precision)
 
-    def train(self, block: Block, layout: Layout, slots: Slots) -> None:
+    def train(self, block: Block) -> None:
         """Train all phases, and change the block's entries in place.
 
         Args:
             block: the clients, largest first.
-            layout: the module's layout.
-            slots: the module's slots.
 
         Raises:
             Unvectorisable: if a step can't be computed for many clients at once.
@@ -67,16 +64,16 @@ class BlockTrainer:
             for phase in block.phases:
                 before = self.attributes.look()
                 with self.attributes.of("training_step"), during("training", round, *block.rows):
-                    self._train_phase(phase, block, layout, slots)
+                    self._train_phase(phase, block)
                 self.attributes.refuse_changes(before, "its steps change {}, which is no buffer")
 
-    def _train_phase(self, phase: Phase, block: Block, layout: Layout, slots: Slots) -> None:
+    def _train_phase(self, phase: Phase, block: Block) -> None:
         """Train a phase, step by step; clients with fewer batches stop earlier."""
         self.module.phase = phase
-        trained = layout.trained(phase)
-        optimizers = self._optimizers(phase, block, list(trained.values()), slots)
+        trained = self.attributes.layout.trained(phase)
+        optimizers = self._optimizers(phase, block, list(trained.values()))
         scales = self._scales(block) if self._scaled else None
-        plan, steps = self._steps(phase, block, trained, slots, scales)
+        plan, steps = self._steps(phase, block, trained, scales)
         counts = plan.counts
         # Clients are sorted by size, so clients that still have batches are the first rows of the stack.
         left = len(counts) - np.searchsorted(np.sort(counts), np.arange(counts.max(initial=0)), side="right")
@@ -86,7 +83,7 @@ class BlockTrainer:
             if scales is not None:
                 gradients, left_out = scales.unscaled(gradients)
             if self._adjusts and gradients:
-                gradients = self._adjusted(gradients, block, slots)
+                gradients = self._adjusted(gradients, block)
             if self.work.clip is not None and gradients:
                 self._clip(gradients, self.work.clip)
             for optimizer in optimizers:
@@ -97,11 +94,12 @@ class BlockTrainer:
         if scales is not None:
             for member, state in zip(block.members, scales.state_dicts(), strict=True):
                 member.scaler = state
+        extent = self.work.extent(phase)
         totals = counts.tolist(), plan.batches.tolist(), plan.samples.tolist()
         for member, count, made, samples in zip(block.members, *totals, strict=True):
             member.steps += count
             member.samples += samples
-            if member.job.continues(phase, self.work):
+            if member.job.continues(phase, extent):
                 member.batches[phase.name] = member.job.state.batches.get(phase.name, 0) + made
 
     def _scales(self, block: Block) -> Scales:
@@ -117,13 +115,12 @@ class BlockTrainer:
         phase: Phase,
         block: Block,
         trained: dict[str, nn.Parameter],
-        slots: Slots,
         scales: Scales | None,
     ) -> tuple[Planned, Iterator[Callable[[], StateDict]]]:
         """Return the plan of all clients' batches, and a function per step for the gradients, a row each."""
         device, privacy = self.module.device, None if phase.stays else self.work.example_privacy
         if privacy is not None:
-            return privacy.block_steps(self.sequential, self.attributes, slots, phase, block, trained)
+            return privacy.block_steps(self.sequential, self.attributes, self.attributes.slots, phase, block, trained)
         plan = self._plan(phase, block)
         pads, apart = self.padding.allows(phase), self.compiled is not None and self.compiled.trusted
         differentiator = Differentiator(
@@ -132,7 +129,6 @@ class BlockTrainer:
             self.compiled,
             self.padding,
             self.merged,
-            slots,
             block,
             phase,
             list(trained),
@@ -148,9 +144,7 @@ class BlockTrainer:
             ),
         )
 
-    def _optimizers(
-        self, phase: Phase, block: Block, parameters: list[nn.Parameter], slots: Slots
-    ) -> list[RowsOptimizer]:
+    def _optimizers(self, phase: Phase, block: Block, parameters: list[nn.Parameter]) -> list[RowsOptimizer]:
         """Return the stack's optimizers, with the clients' saved states."""
 
         def new(row: int) -> Optimizer:
@@ -171,7 +165,7 @@ class BlockTrainer:
                 f"trainer.precision=16-mixed skips steps of single clients, which {type(first).__name__} can't for a "
                 f"stack of clients; only {', '.join(sorted(kind.__name__ for kind in SKIPPING))} without dampening can",
             )
-        names = {slot.tensor: slot.name for slot in slots if isinstance(slot.tensor, nn.Parameter)}
+        names = {slot.tensor: slot.name for slot in self.attributes.slots if isinstance(slot.tensor, nn.Parameter)}
         saved = [member.job.state.optimizers.get(phase.name) for member in block.members]
         fresh = saved.index(None) if None in saved else None
         # A client without a saved state begins with a fresh optimizer's, so that all rows have the same entries.
@@ -181,7 +175,8 @@ class BlockTrainer:
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        (size, _, epochs, steps, _), smallest = self.work.extent(phase), self.sequential.smallest_batch
+        extent, smallest = self.work.extent(phase), self.sequential.smallest_batch
+        size, _, epochs, steps, _ = extent
         accumulate = self.work.accumulate
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
@@ -192,7 +187,7 @@ class BlockTrainer:
                 continue
             # With several phases the client's generator continues from phase to phase, as in `Sequential`.
             own = member.generator if len(block.phases) > 1 else generator.manual_seed(member.job.seed)
-            epochs_left, done = member.job.orders(phase, self.work, samples, smallest, own)
+            epochs_left, done = member.job.orders(phase, extent, samples, smallest, own)
             if (first := next(epochs_left, None)) is None:
                 continue
             lengths[row], skipped[row] = first.numel(), done
@@ -216,12 +211,12 @@ class BlockTrainer:
             optimizer.narrow(end)
 
     @torch.no_grad()
-    def _adjusted(self, gradients: StateDict, block: Block, slots: Slots) -> StateDict:
+    def _adjusted(self, gradients: StateDict, block: Block) -> StateDict:
         """Return the gradients after the module's `ClientModule.adjust_gradients`, a row per client."""
         rows = len(next(iter(gradients.values())))
 
         def one(entries: StateDict, gradients: StateDict) -> StateDict:
-            return slots.call(adjusted_gradients, entries, self.module, gradients)
+            return self.attributes.slots.call(adjusted_gradients, entries, self.module, gradients)
 
         def at_once() -> StateDict:
             entries = {name: stack[:rows] for name, stack in block.entries.items()}
@@ -230,7 +225,7 @@ class BlockTrainer:
         def alone() -> None:
             adjusted_gradients(self.module, {name: stack[0] for name, stack in gradients.items()})
 
-        return vectorised(self.attributes, slots, block.members[0], block.entries, at_once, alone)
+        return vectorised(self.attributes, block.members[0], block.entries, at_once, alone)
 
     def _clip(self, gradients: StateDict, clip: float) -> None:
         """Clip each client's gradients by torch's formula."""
