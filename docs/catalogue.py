@@ -175,12 +175,14 @@ def server(each: Mapping[str, Any]) -> list[str]:
     if "aggregators" in settings:
         parts = (f"a.{part['class_path']}({arguments(part['init_args'])})" for part in settings["aggregators"])
         return [f"lambda: a.AggregatorList([{', '.join(parts)}])"]
-    if kind == own_server(client):
-        return []
     # methods of the same two classes are told apart by settings that not all of them have
-    same = [one["aggregator"].get("init_args", {}) for one in declared().values() if pair(one) == (client, kind)]
+    same = [
+        one.get("aggregator", {}).get("init_args", {}) for one in declared().values() if pair(one) == (client, kind)
+    ]
     own = {name: value for name, value in settings.items() if not all(name in one for one in same)}
-    return [f"partial(a.{kind}, {arguments(own)})" if own else f"a.{kind}"]
+    if own:
+        return [f"partial(a.{kind}, {arguments(own)})"]
+    return [] if kind == own_server(client) else [f"a.{kind}"]
 
 
 def arguments(settings: Mapping[str, Any]) -> str:

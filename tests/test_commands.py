@@ -22,6 +22,7 @@ OTHERWISE = {
     r"python docs/ledger": "tests/test_ledger.py",
     r"python \.ci/systems": "a job of ci.yml on each system; tests/test_systems.py plays Windows",
     r"pfl-lightning predict": "tests/cli/test_predict.py",
+    r"pfl-lightning matrix": "tests/cli/test_matrix.py",
     r"pfl-lightning fit .*--data TableData": "tests/data/sources/test_table_data.py",
     r"pfl-lightning fit .*--data PFLlibData": "tests/data/sources/test_pfllib_data.py",
     r"pfl-lightning join --data": "tests/cli/test_earlier_run.py",

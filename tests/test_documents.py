@@ -278,7 +278,8 @@ def small(line: str) -> str:
 @pytest.mark.by_default(but=["by_site", "sweep", "log", "table", "image_folders", "chat"])
 def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Its Python and its commands, in their order and in one folder."""
-    for name, package in {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas", "peft": "peft"}.items():
+    optional = {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas", "peft": "peft", "optuna": "optuna"}
+    for name, package in optional.items():
         if name in page.read_text():
             pytest.importorskip(package, reason=f"needs {package}")
     monkeypatch.chdir(tmp_path)
@@ -305,6 +306,22 @@ def test_the_sweep_tunes_each_method_but_fedavg():
     found = {name: tuned & set(inspect.signature(clients[name]).parameters) for name in words[at : at + 3]}
     assert {name: len(settings) for name, settings in found.items()} == {"FedProx": 1, "Ditto": 1, "FedAvg": 0}
     assert set().union(*found.values()) == tuned
+
+
+def test_a_search_with_optuna_gives_each_method_its_own_settings():
+    """The page's Python, whose trials have the settings of each method and no others."""
+    optuna = pytest.importorskip("optuna", reason="needs the extra optuna")
+    (code,) = [code for code, _ in PIECE.findall((ROOT / "docs/howto/sweep.md").read_text()) if code]
+    names: dict[str, Any] = {}
+    head, _, _ = code.partition("for method in spaces")
+    exec(head, names)
+    found = {}
+    for method in names["spaces"]:
+        study = optuna.create_study(direction="maximize")
+        study.optimize(lambda trial, method=method: names["tried"](method, trial), n_trials=1)
+        found[method.__name__] = set(study.best_params)
+        assert 0 <= study.best_value <= 1 and 0 <= study.best_trial.user_attrs["test"] <= 1
+    assert found == {"FedAvg": {"lr"}, "FedProx": {"lr", "mu"}, "Ditto": {"lr", "personal_lambda"}}
 
 
 def test_conversations_end_as_adapters_of_peft_and_answers_by_client(tmp_path, monkeypatch):

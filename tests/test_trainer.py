@@ -87,7 +87,7 @@ def test_lightning_s_own_defaults_of_them_are_accepted(name):
         ({"max_rounds": None}, "max_rounds=None must be at least 1"),
         ({"clients_per_round": float("nan")}, "clients_per_round=nan must be a number of clients"),
         ({"clients_per_round": None}, "clients_per_round=None must be a number of clients"),
-        ({"local_epochs": 1.5}, "local_epochs=1.5 must be at least 1"),
+        ({"local_epochs": -1.5}, "local_epochs=-1.5 must be a number above 0"),
         ({"workers": float("nan")}, "workers=nan must be at least 1"),
         ({"gradient_clip_val": -1}, "gradient_clip_val=-1 must be a number above 0"),
         ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan must be a number above 0"),

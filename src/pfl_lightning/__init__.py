@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pfl_lightning.client import ClientModule, Phase
     from pfl_lightning.federation.federation import Federation
     from pfl_lightning.federation.prediction import Predictions
+    from pfl_lightning.plots.results import Results
     from pfl_lightning.server import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
     from pfl_lightning.trainer import FederatedTrainer
 
@@ -26,6 +27,7 @@ __all__ = [
     "Federation",
     "Phase",
     "Predictions",
+    "Results",
     "Server",
     "WeightedAverage",
     "__version__",
@@ -39,6 +41,7 @@ _MODULES = {
     "FederatedTrainer": "trainer",
     "Federation": "federation.federation",
     "Predictions": "federation.prediction",
+    "Results": "plots.results",
 }
 _ROOMS = (
     "aggregators",

@@ -3,15 +3,15 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -34,13 +34,16 @@ from pfl_lightning.callbacks import (
     best_checkpoint,
     is_pair,
 )
+from pfl_lightning.callbacks.trackers import records
 from pfl_lightning.client.module import ClientModule
 from pfl_lightning.compression import Compression
-from pfl_lightning.data import FederatedDataModule
+from pfl_lightning.data import ClientDatasets, FederatedDataModule
 from pfl_lightning.data.files import read_checkpoint
+from pfl_lightning.data.sources.client_modules import are_modules
 from pfl_lightning.engines import Engine, EngineMaker, Processes
 from pfl_lightning.engines.client_parallel import ClientParallel, ended_together
 from pfl_lightning.engines.errors import cut_to_hook, tell_names
+from pfl_lightning.federation.cross_matrix import CrossMatrix, cross_matrix
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
@@ -49,6 +52,7 @@ from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets.lightning_net import LightningNet, trains_itself
+from pfl_lightning.plots.results import Results
 from pfl_lightning.privacy import DPSGD, LocalPrivacy, SecureSum
 from pfl_lightning.runs.checkpoint_io import AtomicCheckpointIO
 from pfl_lightning.runs.folder import at_work, checkpoint_of_run, leaving_nothing_if_refused
@@ -56,8 +60,12 @@ from pfl_lightning.runs.run_status import is_bare
 from pfl_lightning.schedules import Schedule
 from pfl_lightning.selection import Selection, Uniform
 from pfl_lightning.server.base import Aggregator
-from pfl_lightning.settings import Unpack, is_count
+from pfl_lightning.settings import Unpack, is_count, value_text
 from pfl_lightning.stopping import RankLost, Stopped, stoppable
+from pfl_lightning.tasks import OwnLoss
+
+ClientsData: TypeAlias = FederatedDataModule | Mapping[Any, LightningDataModule] | Sequence[LightningDataModule] | None
+"""Clients' data: a data module of all, or a LightningDataModule for each client."""
 
 
 class TrainerSettings(TypedDict, total=False):
@@ -101,9 +109,17 @@ class FederatedTrainer(Trainer):
         max_rounds: rounds to run, at least 1.
         clients_per_round: clients per round: a number (an integer), or a fraction of all (above 0.0 and up to 1.0,
             rounded, at least one client).
-        local_epochs: passes over a client's training data per round; None is 1, unless ``local_steps`` is given.
+        local_epochs: passes over a client's training data per round, above 0; None is 1, unless ``local_steps`` is
+            given. Of a fraction, such as 0.5 or 1.5, a client takes this many times the optimizer steps of its epoch,
+            rounded down to a whole number of steps, at least one; each round draws a new order of samples. A mapping
+            from names or ids, such as ``{"Bremen": 3, "Ulm": 0.5}``, or a list with a number for each client, lets
+            clients differ; those without an entry train 1 epoch. Phases of a method with epochs of their own keep them.
         local_steps: optimizer steps per client and round, instead of ``local_epochs``: of a batch each, or of
             ``accumulate_grad_batches``.
+        lr_factors: factors of single clients' learning rates, by name or id, such as ``{"Bremen": 0.5}``, or a list
+            with a factor for each client; clients without an entry have 1. A client's rate in each phase is the
+            configured one, as ``lr_scheduler`` has changed it, times the factor; the record's column ``lr`` has the
+            rate before the factor. None leaves all rates as they are.
         steps_continue: whether a client's ``local_steps`` go on where its last round stopped, until its epoch is over,
             as in FLamby; else each round begins with a new order of samples. Phases of a method that are counted in
             epochs, or have samples of their own, begin anew in either case.
@@ -180,7 +196,7 @@ class FederatedTrainer(Trainer):
         self,
         max_rounds: int = 100,
         clients_per_round: int | float = 1.0,
-        local_epochs: int | None = None,
+        local_epochs: int | float | dict[str, float] | list[float] | None = None,
         local_steps: int | None = None,
         engine: str | type[Engine] = "auto",
         workers: int | None = None,
@@ -205,6 +221,7 @@ class FederatedTrainer(Trainer):
         checkpoint_common: bool = True,
         checkpoint_every: int = 1,
         schedule: Schedule | None = None,
+        lr_factors: dict[str, float] | list[float] | None = None,
         **kwargs: Unpack[TrainerSettings],
     ) -> None:
         # before any other name is set
@@ -212,6 +229,8 @@ class FederatedTrainer(Trainer):
         # the same dict: jsonargparse finds the Trainer's settings by following `**kwargs` into its call
         arguments = cast(dict[str, Any], kwargs)
         refuse_meaningless(max_rounds, arguments)
+        # before defaults are filled in, as the repr has the user's settings alone
+        self._call = call_of(given)
         if example_privacy is not None and arguments.get("detect_anomaly"):
             raise MisconfigurationException(
                 "trainer.detect_anomaly=true ends a run at a sample whose gradient isn't finite, which "
@@ -220,12 +239,16 @@ class FederatedTrainer(Trainer):
         given["cohort"] = cohort or Uniform()
         given["limit_train_batches"] = 1.0 if limit_train_batches is None else limit_train_batches
         self.rounds = FederationOptions(**{option.name: given[option.name] for option in fields(FederationOptions)})
-        # Set while join() runs Lightning's test, in which _run_stage then joins instead.
-        self._joining: Callable[[Federation], dict[str, float]] | None = None
+        # Set while join() or matrix() runs Lightning's test, in which _run_stage then does their work instead.
+        self._in_place_of_test: Callable[[Federation], Any] | None = None
+        self._joins = False
         self._saved: tuple[int, str] = (0, "")
         """Round and path of the checkpoint that was written last."""
         # A LightningModule that was given in place of a client module, and the client module made of it.
         self._given: tuple[LightningModule | None, ClientModule | None] = None, None
+        self._predicted: dict[int | str, Predictions] = {}
+        # LightningDataModules of clients that were given as the data, and the data module made of them.
+        self._modules: tuple[Any, FederatedDataModule | None] = None, None
         # Such a logger is named after the run; a user's logger keeps its name.
         self.own_logger = arguments.get("logger") in (None, True) and not arguments.get("fast_dev_run")
         fill_defaults(arguments, default_root_dir, client_states)
@@ -239,10 +262,30 @@ class FederatedTrainer(Trainer):
         if self.world_size > 1:
             check_ranks(self.strategy, self.rounds.engine_class, self.world_size)
 
+    def __repr__(self) -> str:
+        federation = self.lightning_module if hasattr(self, "strategy") else None
+        if not isinstance(federation, Federation):
+            return self._call
+        data = getattr(self, "datamodule", None)
+        return f"{self._call}, after round {federation.round} of {federation.method} on {type(data).__name__}"
+
+    @property
+    def results(self) -> Results:
+        """The results so far: tables of rounds, clients, the chosen round and predictions, and a picture of the rounds.
+
+        They are those of `fit`, also after other calls, and of the last `predict`.
+        """
+        [record, *_] = records(self)
+        federation = self.lightning_module
+        method = federation.method if isinstance(federation, Federation) else "no run yet"
+        data = getattr(self, "datamodule", None)
+        name = method if data is None else f"{method}-{type(data).__name__}"
+        return Results(record.rows, record.clients, record.summary, self._predicted, name)
+
     @property
     def joins(self) -> bool:
         """True while `join` is running, which Lightning takes for a test."""
-        return self._joining is not None
+        return self._joins
 
     @property
     def global_step(self) -> int:
@@ -309,9 +352,9 @@ class FederatedTrainer(Trainer):
     def fit(  # type: ignore[override]
         self,
         model: LightningModule,
-        train_dataloaders: FederatedDataModule | None = None,
+        train_dataloaders: ClientsData = None,
         val_dataloaders: None = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         ckpt_path: str | Path | None = None,
         aggregator: Aggregator | None = None,
         resume_changed: bool = False,
@@ -323,7 +366,7 @@ class FederatedTrainer(Trainer):
                 afterwards it holds the global model.
             train_dataloaders: the clients' data, as ``datamodule``, so that ``fit(model, data)`` works.
             val_dataloaders: unused; keeps Lightning's signature.
-            datamodule: the clients' data.
+            datamodule: the clients' data; or a LightningDataModule for each client, by name or in a list.
             ckpt_path: a checkpoint to resume from, or ``last`` for the last one of this method's newest run, whose
                 folder the run continues in; without a checkpoint yet, a new run starts.
             aggregator: the server side, instead of the client module's own.
@@ -334,7 +377,7 @@ class FederatedTrainer(Trainer):
         Raises:
             MisconfigurationException: if the checkpoint is of another method, net or data, or of other settings.
         """
-        datamodule = data_in(datamodule, train_dataloaders, val_dataloaders)
+        datamodule = self._data_of(data_in(datamodule, train_dataloaders, val_dataloaders), model)
         federation = self._federation(model, datamodule, aggregator)
         federation.resume_changed = resume_changed
         path = checkpoint_file(self, ckpt_path, begun=True)
@@ -386,9 +429,9 @@ class FederatedTrainer(Trainer):
             # Replaces Lightning's SIGTERM handler, which starts a collective wherever this rank happens to be, and so
             # may hang.
             with stoppable():
-                if self._joining is not None:
-                    # Lightning thinks that it tests, with all its set-up; joining replaces the loop alone.
-                    return self._joining(federation)
+                if self._in_place_of_test is not None:
+                    # Lightning thinks that it tests, with all its set-up; the work replaces the loop alone.
+                    return self._in_place_of_test(federation)
                 results = super()._run_stage()
                 # fast_dev_run only tries the code, so its models aren't tested.
                 if self.state.fn == TrainerFn.FITTING and not self.fast_dev_run:  # type: ignore[attr-defined]
@@ -416,10 +459,10 @@ class FederatedTrainer(Trainer):
     def validate(  # type: ignore[override]
         self,
         model: LightningModule | None = None,
-        dataloaders: FederatedDataModule | None = None,
+        dataloaders: ClientsData = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
         """Evaluate every client on the client's validation split.
@@ -433,7 +476,7 @@ class FederatedTrainer(Trainer):
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        datamodule = data_in(datamodule, dataloaders)
+        datamodule = self._data_of(data_in(datamodule, dataloaders), model)
         federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().validate(federation, datamodule=data, ckpt_path=path, verbose=verbose)
@@ -441,10 +484,10 @@ class FederatedTrainer(Trainer):
     def test(  # type: ignore[override]
         self,
         model: LightningModule | None = None,
-        dataloaders: FederatedDataModule | None = None,
+        dataloaders: ClientsData = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         aggregator: Aggregator | None = None,
     ) -> Any:
         """Evaluate every client on the client's test split.
@@ -458,7 +501,7 @@ class FederatedTrainer(Trainer):
             datamodule: the clients' data.
             aggregator: the server side, instead of the client module's own.
         """
-        datamodule = data_in(datamodule, dataloaders)
+        datamodule = self._data_of(data_in(datamodule, dataloaders), model)
         federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
         with ended_together(self.strategy), leaving_nothing_if_refused(self):
             return super().test(federation, datamodule=data, ckpt_path=path, verbose=verbose)
@@ -467,7 +510,7 @@ class FederatedTrainer(Trainer):
         self,
         model: LightningModule | None = None,
         data: Any = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         clients: Iterable[int | str] | Mapping[int | str, Any] | None = None,
@@ -498,9 +541,12 @@ class FederatedTrainer(Trainer):
             MisconfigurationException: if there is no such client, if rows have another form than in training, or if a
                 client's model needs samples that aren't here.
         """
-        if isinstance(data, FederatedDataModule):
+        if isinstance(data, FederatedDataModule) or are_modules(data):
             # Lightning's own second argument may be a data module.
             data, datamodule = None, data
+        datamodule = self._data_of(datamodule, model)
+        if data is None and clients is None and isinstance(datamodule, ClientDatasets) and datamodule.to_predict:
+            clients = datamodule.to_predict
         if isinstance(clients, str) or not isinstance(clients, Iterable | None):
             # what is no client is refused with the clients that there are
             clients = [clients]
@@ -521,7 +567,8 @@ class FederatedTrainer(Trainer):
             # callbacks of the run, of which a prediction has no need
             warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
             found = super().predict(federation, asked, None, return_predictions, path)
-        return asked.named(cast(list[Predictions], found or []))
+        self._predicted = asked.named(cast(list[Predictions], found or []))
+        return self._predicted
 
     def _predict_saved(
         self,
@@ -556,7 +603,8 @@ class FederatedTrainer(Trainer):
         )
         asked = Asked(clients, data, lambda: saved.data, lambda: saved.kept)
         found = loop.predict(saved, asked, return_predictions=return_predictions)
-        return asked.named(cast(list[Predictions], found or []))
+        self._predicted = asked.named(cast(list[Predictions], found or []))
+        return self._predicted
 
     def client(self, client: int | str) -> ClientModule:
         """Return one client's model after a fit or an evaluation: an independent copy, an ordinary LightningModule.
@@ -582,7 +630,7 @@ class FederatedTrainer(Trainer):
     def join(
         self,
         model: LightningModule | None = None,
-        datamodule: FederatedDataModule | None = None,
+        datamodule: ClientsData = None,
         epochs: int | None = None,
         rounds: int = 1,
         ckpt_path: str | Path | None = None,
@@ -615,13 +663,59 @@ class FederatedTrainer(Trainer):
             MisconfigurationException: if there are no new clients, if a name is of no new client, or if the server has
                 no payload for them.
         """
-        federation, data, path = self._evaluated(model, datamodule, aggregator, ckpt_path)
-        self._joining = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
+        federation, data, path = self._evaluated(model, self._data_of(datamodule, model), aggregator, ckpt_path)
+        self._joins = True
+        try:
+            work = partial(joined_row, epochs=epochs, rounds=rounds, names=names)
+            return cast(dict[str, float], self._instead_of_test(work, federation, data, path))
+        finally:
+            self._joins = False
+
+    def matrix(
+        self,
+        model: LightningModule | None = None,
+        datamodule: ClientsData = None,
+        ckpt_path: str | Path | None = None,
+        metric: str | None = None,
+        clients: Sequence[int | str] | None = None,
+        aggregator: Aggregator | None = None,
+    ) -> CrossMatrix:
+        """Test each client's model on every client's test rows: K clients take K times the work of a test.
+
+        The models are those of the federation's own evaluations, so that each one's figure on its own client is the
+        ``test/`` figure in the record.
+
+        Args:
+            model: the client module; None takes the federation of this Trainer as it stands.
+            datamodule: the clients' data.
+            ckpt_path: a checkpoint, or ``best`` or ``last`` of this method's newest run that has one.
+            metric: the metric, such as ``acc``; None takes the one that selects the best round.
+            clients: names or ids of the clients whose models are tested; None takes all.
+            aggregator: the server side, instead of the client module's own.
+
+        Returns:
+            The matrix, with ``frame``, ``plot()``, ``markdown()`` and ``write(folder)``.
+
+        Raises:
+            MisconfigurationException: if there is no such client or metric, or if clients' states are elsewhere.
+        """
+        federation, data, path = self._evaluated(model, self._data_of(datamodule, model), aggregator, ckpt_path)
+        work = partial(cross_matrix, metric=metric, clients=clients)
+        with warnings.catch_warnings():
+            # callbacks of the run, of which a matrix has no need
+            warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+            return cast(CrossMatrix, self._instead_of_test(work, federation, data, path))
+
+    def _instead_of_test(
+        self, work: Callable[[Federation], Any], federation: Federation, data: FederatedDataModule, path: str | None
+    ) -> Any:
+        """Return the result of some work, done in place of the loop of Lightning's test."""
+        self._in_place_of_test = work
         try:
             with ended_together(self.strategy), leaving_nothing_if_refused(self):
-                return cast(dict[str, float], super().test(federation, datamodule=data, ckpt_path=path))
+                return super().test(federation, datamodule=data, ckpt_path=path)
         finally:
-            self._joining = None
+            self._in_place_of_test = None
 
     def _evaluated(
         self,
@@ -670,6 +764,22 @@ class FederatedTrainer(Trainer):
         federation = Federation(cast(ClientModule, model), aggregator, self.rounds)
         self.name_run(f"{federation.method}-{type(data).__name__}")
         return federation
+
+    def _data_of(self, given: ClientsData, model: LightningModule | None) -> FederatedDataModule | None:
+        """Return the data module; of clients' LightningDataModules one that is made of them, once.
+
+        Args:
+            given: the argument ``datamodule``.
+            model: the argument ``model``, whose task is taken where a client module is given.
+        """
+        if not isinstance(given, (Mapping, list, tuple)):
+            return cast(FederatedDataModule | None, given)
+        known, data = self._modules
+        if known is not given or data is None:
+            task = model.task if isinstance(model, ClientModule) else OwnLoss()
+            data = ClientDatasets.of_modules(given, task)
+            self._modules = given, data
+        return data
 
     def _client_of(self, module: LightningModule, data: FederatedDataModule | None) -> ClientModule:
         """Return FedAvg's client module of a LightningModule; the same one again for the same module.
@@ -733,6 +843,19 @@ MEANINGLESS = {
     "barebones": "it forbids the record; leave it out",
     "sync_batchnorm": "clients have their own batch statistics; see model.buffers",
 }
+
+
+def call_of(given: Mapping[str, Any]) -> str:
+    """Return the call that makes a Trainer, with the arguments that differ from their defaults.
+
+    Args:
+        given: the local names at the beginning of ``__init__``.
+    """
+    arguments = {name: value for name, value in given.items() if name not in ("self", "kwargs", "__class__")}
+    defaults = inspect.signature(FederatedTrainer).parameters
+    changed = {name: value for name, value in arguments.items() if value != defaults[name].default}
+    shown = {"max_rounds": given["max_rounds"], **changed, **given["kwargs"]}
+    return f"{type(given['self']).__name__}({', '.join(f'{name}={value_text(each)}' for name, each in shown.items())})"
 
 
 def refuse_meaningless(max_rounds: int, arguments: dict[str, Any]) -> None:
@@ -818,7 +941,7 @@ def check_callback(callback: Any) -> None:
             )
 
 
-def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedDataModule | None:
+def data_in(datamodule: ClientsData, *loaders: Any) -> ClientsData:
     """Return the data module, which may stand in place of a loader; refuse loaders, which hold no clients.
 
     Args:
@@ -829,8 +952,9 @@ def data_in(datamodule: FederatedDataModule | None, *loaders: Any) -> FederatedD
         MisconfigurationException: if a loader is given, or two data modules.
     """
     given = [loader for loader in loaders if loader is not None]
-    if datamodule is None and len(given) == 1 and given[0] is loaders[0] and isinstance(given[0], FederatedDataModule):
-        return given[0]
+    first = given[0] if given and given[0] is loaders[0] else None
+    if datamodule is None and len(given) == 1 and (isinstance(first, FederatedDataModule) or are_modules(first)):
+        return cast(ClientsData, first)
     if given:
         raise MisconfigurationException(
             "data loaders hold no clients; give datamodule=, a FederatedDataModule, such as "
@@ -869,7 +993,8 @@ def check_classes(model: Any, datamodule: Any, aggregator: Any) -> None:
     if not isinstance(datamodule, FederatedDataModule):
         raise MisconfigurationException(
             f"datamodule={type(datamodule).__name__} is not a FederatedDataModule; take one of pfl_lightning.data, "
-            "such as TableData for a table and ClientDatasets for Datasets of each client."
+            "such as TableData for a table and ClientDatasets for Datasets of each client, or a dict with a "
+            "LightningDataModule for each client."
         )
     if aggregator is not None and not isinstance(aggregator, Aggregator):
         name = getattr(aggregator, "__name__", type(aggregator).__name__)

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 from types import SimpleNamespace
 
@@ -143,6 +144,41 @@ def test_the_bar_makes_room_for_an_error(monkeypatch, capsys):
     with pytest.raises(ZeroDivisionError):
         fit(make_client(), max_rounds=2, enable_progress_bar=True, callbacks=[Broken()])
     assert screen(capsys.readouterr().out)[-1] == ""
+
+
+def test_a_notebook_has_one_bar_that_stays_full(monkeypatch, capsys):
+    bars = []
+    shell = SimpleNamespace(kernel="a kernel")
+    place = SimpleNamespace(update=bars.append)
+    drawn = SimpleNamespace(HTML=str, display=lambda bar, display_id: bars.append(bar) or place)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", drawn)
+    fit(make_client(), max_rounds=12, enable_progress_bar=True)
+    assert 'value="1.0000"' in bars[-1] and "round 12 of 12, validation accuracy" in bars[-1]
+    assert "round " not in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_a_real_notebook_has_bar_results_and_picture(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    code = """
+from pfl_lightning import FederatedTrainer
+from pfl_lightning.data import Digits
+from pfl_lightning.methods import FedPer
+from pfl_lightning.nets import MLP
+
+data = Digits(num_clients=4)
+trainer = FederatedTrainer(max_rounds=12)
+trainer.fit(FedPer(MLP, data.input_shape, data.num_classes), data)
+"""
+    cells = [nbformat.v4.new_code_cell(source) for source in (code, "trainer.results")]
+    nbclient.NotebookClient(
+        nbformat.v4.new_notebook(cells=cells), resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    (bar,) = (each.data["text/html"] for each in cells[0].outputs if each.output_type == "display_data")
+    assert "<progress" in bar and "round 12 of 12" in bar
+    (shown,) = (each.data["text/html"] for each in cells[1].outputs if each.output_type == "execute_result")
+    assert "FedPer-Digits" in shown and "data:image/png" in shown
 
 
 def kinds(**settings):

@@ -14,8 +14,9 @@ from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
 
 ROUNDS = 4
-# masks of FedSelect are empty at first
-SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedSelect": {"every": 1}}
+# masks of FedSelect are empty at first; narrow nets have no sums with wide ones, so all have the whole net
+WHOLE = {"widths": (1.0,)}
+SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedSelect": {"every": 1}, "FedRolex": WHOLE, "HeteroFL": WHOLE}
 
 
 def shifted(updates: Updates) -> Updates:
@@ -49,8 +50,9 @@ def sent(aggregator: Aggregator, state: dict[str, Any], updates: Updates) -> lis
 def test_who_needs_sums_only_says_so(method):
     spy = Spy()
     own = SETTINGS.get(method.name, {})
-    # as many samples each, as some count all clients alike; two kinds of clients, as some tell them apart
-    data = blobs(24, 24, 24, 24, data=TwoGroups)
+    # as many samples each, as some count all clients alike; two kinds of clients, as some tell them apart; and clients
+    # without a class where a mean is over those that have it
+    data = blobs(24, 24, 24, 24, data=TwoGroups, by_class=own is WHOLE)
     # it averages all clients until it splits them
     splitting = {"CFL": CFL(eps1=1e9, eps2=0, warmup=0)}
     aggregator = splitting.get(method.name) or method.new_aggregator()

@@ -133,9 +133,5 @@ def test_a_run_s_folder_and_a_data_module_are_shown_too(tmp_path):
         plot_curves(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"metric='val/mae'.*val/acc"):
         plot_curves(folder, "val/mae")
-    with pytest.raises(MisconfigurationException, match="runs is a FederatedTrainer"):
-        plot_curves(run.trainer)
-    with pytest.raises(MisconfigurationException, match="counts is a FederatedTrainer"):
-        plot_partition(run.trainer)
     with pytest.raises(MisconfigurationException, match="setup"):
         plot_partition(blobs())

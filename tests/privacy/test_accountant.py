@@ -219,3 +219,13 @@ def test_the_accountant_has_a_name(amplified, value, target, name):
 def test_bad_arguments_are_refused(call, named):
     with pytest.raises(MisconfigurationException, match=named):
         call()
+
+
+@pytest.mark.parametrize("release", [Release(1.0, 0.1, 30), Release(3.0, 0.02, 300), Release(20.0, 0.5, 200)])
+def test_wider_intervals_of_losses_only_make_epsilon_larger_and_hardly_so(release):
+    dp_accounting = pytest.importorskip("dp_accounting")
+    fine = dp_accounting.pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-4)
+    noise = dp_accounting.GaussianDpEvent(release.noise_multiplier)
+    fine.compose(dp_accounting.PoissonSampledDpEvent(release.rate, noise), release.steps)
+    assert fine.get_epsilon(1e-5) <= tight_epsilon([release], 1e-5) * (1 + 1e-9)
+    assert tight_epsilon([release], 1e-5) <= fine.get_epsilon(1e-5) * (1 + 2e-5)

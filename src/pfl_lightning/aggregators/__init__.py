@@ -41,6 +41,7 @@ from pfl_lightning.methods.fedtgp import TrainablePrototypes
 from pfl_lightning.methods.flexlora import ProductAverage
 from pfl_lightning.methods.floco import SubregionAverage
 from pfl_lightning.methods.flora import StackedAverage
+from pfl_lightning.methods.heterofl import PartAverage
 from pfl_lightning.methods.hetlora import NormAverage
 from pfl_lightning.methods.ifca import ClusterModels
 from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
@@ -104,6 +105,7 @@ __all__ = [
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",
+    "PartAverage",
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",

@@ -54,7 +54,9 @@ class FlopCounter(FederatedCallback):
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Count for architectures seen first in this round, and record the cohort's sum."""
-        sizes = federation.sizes(cohort, "train")
+        own = federation.engines[0].work.own_epochs
+        # of other epochs a client makes as much more or less
+        sizes = {client: size * own.get(client, 1) for client, size in federation.sizes(cohort, "train").items()}
         for client in cohort:
             architecture = federation.architecture_of(client)
             # a client without samples trains nothing; the next one of its architecture is counted

@@ -5,6 +5,8 @@ import os
 import shutil
 import sys
 import time
+from html import escape
+from importlib import import_module
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,13 +34,20 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def in_notebook() -> bool:
+    """Return True in the kernel of a notebook, whose output can be replaced by a later one."""
+    # whoever runs in a kernel has imported IPython, so that other programs needn't have it installed
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
 class RunBar(ProgressBar):
     """Show round, clients, time left and the last validation in one line, over the whole run.
 
     Lightning's bar counts the batches of one epoch; here an epoch is a round. ``callbacks=TQDMProgressBar()`` or
-    ``RichProgressBar()`` takes this bar's place. On a terminal the line is overwritten, and disappears at the end;
-    elsewhere, such as in a log file, a line is printed after the first round, after each tenth of the rounds, and every
-    five minutes.
+    ``RichProgressBar()`` takes this bar's place. On a terminal the line is overwritten, and disappears at the end; a
+    notebook has a bar, which stays full at the end; elsewhere, such as in a log file, a line is printed after the first
+    round, after each tenth of the rounds, and every five minutes.
     """
 
     reads_updates = False
@@ -51,6 +60,8 @@ class RunBar(ProgressBar):
         self._done = self._all = self._rounds = self._before = 0
         self._start = self._round_start = 0.0
         self._validation = ""
+        self._shown: Any = None
+        """The place of the bar in a notebook's output."""
 
     def enable(self) -> None:
         """Show the bar."""
@@ -70,6 +81,8 @@ class RunBar(ProgressBar):
         # earlier rounds of a resumed run say nothing about this machine, so the time left counts from here
         self._before = self._rounds = cast(Federation, pl_module).round
         self._start = time.perf_counter()
+        # a second fit has a bar of its own, below its own cell
+        self._shown = None
 
     def on_round_start(self, trainer: Trainer, federation: Federation, cohort: list[int]) -> None:
         """Reset the count of clients."""
@@ -89,7 +102,11 @@ class RunBar(ProgressBar):
         value = federation.metrics.get(f"val/{monitor.metric}", math.nan)
         if not math.isnan(value):
             self._validation = f"validation {monitor.words} {monitor.written(value)}"
-        if self._rounds == trainer.max_epochs:
+        if in_notebook():
+            # the last round too, as this bar stays
+            self._looked = -math.inf
+            self._show(trainer)
+        elif self._rounds == trainer.max_epochs:
             # Lightning prints a line of its own after the last round
             self._erase()
         else:
@@ -115,7 +132,7 @@ class RunBar(ProgressBar):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return True if a finished round needs a line, on a stdout without terminal."""
-        if not self._enabled or on_terminal():
+        if not self._enabled or on_terminal() or in_notebook():
             return False
         # a line at each new tenth: ten lines for any number of rounds
         tenths = [10 * done // (trainer.max_epochs or 1) for done in (self._rounds - 1, self._rounds)]
@@ -140,12 +157,16 @@ class RunBar(ProgressBar):
         """Update the bar, unless stdout is no terminal or the last update is too recent."""
         now = time.perf_counter()
         # vectorised engines finish many clients within a millisecond, and a terminal is slow
-        if not self._enabled or now - self._looked < REDRAWN or not on_terminal():
+        if not self._enabled or now - self._looked < REDRAWN or not (on_terminal() or in_notebook()):
             return
         self._looked = now
         part = self._done / max(1, self._all) if self._working else 0.0
-        filled = int(LENGTH * (self._rounds + part) / (trainer.max_epochs or 1))
+        done = (self._rounds + part) / (trainer.max_epochs or 1)
         first, *others = self._parts(trainer)
+        if in_notebook():
+            self._display(done, ", ".join([first, *others]))
+            return
+        filled = int(LENGTH * done)
         self._draw(", ".join([f"{first} [{'=' * filled}{' ' * (LENGTH - filled)}]", *others]))
 
     def _draw(self, text: str) -> None:
@@ -155,6 +176,20 @@ class RunBar(ProgressBar):
         sys.stdout.write(f"\r{text[:width]}\x1b[K")
         sys.stdout.flush()
         self._drawn = True
+
+    def _display(self, done: float, text: str) -> None:
+        """Draw the bar of a notebook in the place of the one before.
+
+        Args:
+            done: the share of the run, from 0 to 1.
+            text: the words behind the bar.
+        """
+        drawn = import_module("IPython.display")
+        bar = drawn.HTML(f'<progress value="{done:.4f}" max="1"></progress> <code>{escape(text)}</code>')
+        if self._shown is None:
+            self._shown = drawn.display(bar, display_id=True)
+        else:
+            self._shown.update(bar)
 
     def _erase(self) -> None:
         if self._drawn:

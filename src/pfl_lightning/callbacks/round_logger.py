@@ -271,7 +271,8 @@ class RoundLogger(FederatedCallback):
             **environment(federation.device),
         }
         # Lightning's users read results from callback_metrics after `fit`
-        known = {name: value for name, value in final.items() if value is not None}
+        chosen = {f"selected/{name}": value for name, value in self.summary["selected"].items()}
+        known = {name: value for name, value in (final | chosen).items() if value is not None}
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in known.items()})
         if folder := run_folder(trainer):
             write_rows(folder / "clients.csv", self.clients)

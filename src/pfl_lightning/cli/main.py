@@ -28,6 +28,7 @@ MODULES = {
     "compare": "pfl_lightning.cli.compare",
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
+    "matrix": "pfl_lightning.cli.matrix",
     "methods": "pfl_lightning.cli.methods_table",
     "predict": "pfl_lightning.cli.predict",
     "status": "pfl_lightning.cli.status",
@@ -35,7 +36,7 @@ MODULES = {
 """The module whose ``main(args)`` runs a command of `OTHERS`, imported on demand."""
 LIGHT = {"configs", "flower", "methods", "status"}
 """Commands without Lightning, or with a quick start of their own."""
-OF_RUNS = {"adapters", "predict"}
+OF_RUNS = {"adapters", "matrix", "predict"}
 """Commands whose classes are named in files of earlier runs, maybe classes of other packages."""
 
 

@@ -78,7 +78,7 @@ def main(args: list[str]) -> int:
     path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
     file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
     if not file.is_file():
-        raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options)}.")
+        raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options, 'predict')}.")
     check_place(options.out)
     config = read_settings(file, f"predict: --config {file}")
     if options.data is not None and options.data.suffix == ".txt":
@@ -143,38 +143,45 @@ def parser() -> Arguments:
     return made
 
 
-def checkpoint_of(given: str, runs: Path) -> Path:
+def checkpoint_of(given: str, runs: Path, command: str = "predict") -> Path:
     """Return the checkpoint's file.
 
     Args:
         given: ``best`` or ``last``, a run's folder, or a file.
         runs: the folder of runs.
+        command: the command, for messages.
 
     Raises:
         UsageError: if there is no such checkpoint.
     """
     if given in ("best", "last"):
         if (found := newest(runs, given, configured=False)) is None:
-            raise UsageError(f"predict: no run in {runs} has a checkpoint {given}.ckpt; give --runs, or a file.")
+            raise UsageError(f"{command}: no run in {runs} has a checkpoint {given}.ckpt; give --runs, or a file.")
         return found
     path = Path(given)
     if path.is_dir():
         kept = [path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
         if not (there := [file for file in kept if file.is_file()]):
-            raise UsageError(f"predict: {path} has no checkpoints/best.ckpt; give the folder of a run, or a file.")
+            raise UsageError(f"{command}: {path} has no checkpoints/best.ckpt; give the folder of a run, or a file.")
         return there[0]
     if not path.is_file():
-        raise UsageError(f"predict: --ckpt_path {given} is no file; give best, last, a run's folder or a checkpoint.")
+        raise UsageError(f"{command}: {given} is no file; give best, last, a run's folder or a checkpoint.")
     return path
 
 
-def configuration_elsewhere(options: Any) -> str:
-    """Return advice where a checkpoint has no configuration beside it, as after a run from Python."""
+def configuration_elsewhere(options: Any, command: str, run: str = "--ckpt_path ") -> str:
+    """Return advice where a checkpoint has no configuration beside it, as after a run from Python.
+
+    Args:
+        options: the command's options.
+        command: the command, which is the Trainer's method too.
+        run: the beginning of the command's argument for a run.
+    """
     other = newest(options.runs, options.ckpt_path) if options.ckpt_path in ("best", "last") else None
-    instead = f", or predict with the newest run of the command line by --ckpt_path {other.parents[1]}" if other else ""
+    instead = f", or take the newest run of the command line by {run}{other.parents[1]}" if other else ""
     return (
-        "a run from Python writes none: predict there by trainer.predict(..., ckpt_path=...), or give the "
-        f"configuration of the checkpoint's run by --config{instead}"
+        f"a run from Python writes none: call trainer.{command}(..., ckpt_path=...) there, or give the configuration "
+        f"of the checkpoint's run by --config{instead}"
     )
 
 

@@ -181,12 +181,13 @@ def check_split(client: ClientModule) -> None:
         )
 
 
-def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict]) -> None:
-    """Refuse different networks  with different shared entries, by name or shape.
+def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict], narrow: bool) -> None:
+    """Refuse different networks with different shared entries, by name or shape.
 
     Args:
         modules: the client modules, one a network.
         shared: the shared entries of each.
+        narrow: whether entries may be smaller than those of the first network.
 
     Raises:
         MisconfigurationException: if they differ.
@@ -194,6 +195,10 @@ def check_common(modules: Sequence[ClientModule], shared: Sequence[StateDict]) -
     first = {name: tensor.shape for name, tensor in shared[0].items()}
     for module, entries in zip(modules, shared, strict=True):
         own = {name: tensor.shape for name, tensor in entries.items()}
+        if narrow and own.keys() == first.keys():
+            fits = (len(own[n]) == len(s) and all(map(int.__le__, own[n], s)) for n, s in first.items())
+            if all(fits):
+                continue
         if different := [name for name in {**first, **own} if first.get(name) != own.get(name)]:
             raise MisconfigurationException(
                 f"model.net: {type(modules[0].net).__name__} and {type(module.net).__name__} differ in {different[0]}, "

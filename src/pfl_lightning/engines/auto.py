@@ -138,7 +138,7 @@ class Auto(Engine):
         if not isinstance(engine, Vectorised) or self.device.type != "cpu":
             return engine
         sizes = np.array([job.data.size("train") for job in jobs])
-        together = clients_a_step(sizes, self.work, smallest_batch(self.module))
+        together = clients_a_step(sizes, self.work, smallest_batch(self.module)) / self.work.groups
         if together >= TOGETHER:
             return engine
         if self._alone is None:

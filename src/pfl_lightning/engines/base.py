@@ -1,5 +1,6 @@
 """The interface of engines: jobs in, outcomes out. Engines decide about execution, never about results."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,16 +29,30 @@ class Extent(NamedTuple):
     Args:
         batch_size: samples per batch.
         last_batch: treatment of an epoch's last, smaller batch.
-        epochs: passes over the samples.
+        epochs: passes over the samples, also a fraction of one.
         steps: optimizer steps, instead of ``epochs`` if given.
         limit: batches of each epoch to use, as for `epoch_order`.
     """
 
     batch_size: int
     last_batch: LastBatch
-    epochs: int | None
+    epochs: float | None
     steps: int | None
     limit: Limit
+
+    def most_steps(self, each: int) -> int | None:
+        """Return the number of optimizer steps; None for all steps of whole epochs.
+
+        >>> Extent(10, "keep", 1.5, None, 1.0).most_steps(5), Extent(10, "keep", 0.1, None, 1.0).most_steps(5)
+        (7, 1)
+
+        Args:
+            each: optimizer steps of an epoch.
+        """
+        if self.steps is not None or self.epochs is None or self.epochs == int(self.epochs):
+            return self.steps
+        # a product such as 0.29 * 100 lies just below the whole number
+        return max(1, int(self.epochs * each + 1e-9))
 
 
 class PrivateTraining(Protocol):
@@ -68,7 +83,7 @@ class LocalWork:
     """The settings of a client's local training in a round, the same for all clients.
 
     Args:
-        epochs: passes over the client's training data; ignored if ``steps`` is given.
+        epochs: passes over the client's training data, also a fraction of one; ignored if ``steps`` is given.
         steps: optimizer steps, over as many passes as needed.
         batch_size: samples per batch.
         last_batch: treatment of an epoch's last, smaller batch.
@@ -78,9 +93,11 @@ class LocalWork:
         keeps_on_device: whether clients' states stay on the training device between rounds.
         accumulate: batches of an optimizer step, fewer in the last step of an epoch.
         limit: batches of each epoch to use, as for `epoch_order`.
+        own_epochs: passes of single clients, by id, instead of ``epochs``.
+        rates: factors of single clients' learning rates, by id; others' are 1.
     """
 
-    epochs: int = 1
+    epochs: float = 1
     steps: int | None = None
     batch_size: int = 10
     last_batch: LastBatch = "keep"
@@ -90,6 +107,8 @@ class LocalWork:
     keeps_on_device: bool = False
     accumulate: int = 1
     limit: Limit = 1.0
+    own_epochs: Mapping[int, float] = field(default_factory=dict)
+    rates: Mapping[int, float] = field(default_factory=dict)
 
     def kept(self, record: Any) -> Any:
         """Copy a client's record to the storage of clients' states: the training device or the CPU.
@@ -100,13 +119,27 @@ class LocalWork:
         # The clone is needed even on the same device, as the next client overwrites the module's tensors.
         return tree_map(lambda t: t.detach().clone(), record) if self.keeps_on_device else detached(record)
 
-    def extent(self, phase: Phase) -> Extent:
-        """Return the length of a phase: the phase's own settings, or else these."""
+    def share(self, client: int) -> tuple[float, float]:
+        """Return a client's epochs and factor of the learning rate, by which clients' training may differ."""
+        return self.own_epochs.get(client, self.epochs), self.rates.get(client, 1.0)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of clients with the same share, each of which trains in blocks of its own."""
+        return len({self.share(client) for client in {*self.own_epochs, *self.rates}}) or 1
+
+    def extent(self, phase: Phase, client: int = -1) -> Extent:
+        """Return the length of a phase: the phase's own settings, or else these.
+
+        Args:
+            phase: the phase.
+            client: the client's id; any other number takes the settings of all.
+        """
         # The setting is about clients' samples; a phase's own data, such as a public set, are used in full.
         last: LastBatch = self.last_batch if phase.data is None else "keep"
         limit = self.limit if phase.data is None else 1.0
         own = phase.epochs is not None or phase.steps is not None
-        epochs, steps = (phase.epochs, phase.steps) if own else (self.epochs, self.steps)
+        epochs, steps = (phase.epochs, phase.steps) if own else (self.share(client)[0], self.steps)
         return Extent(phase.batch_size or self.batch_size, last, epochs, steps, limit)
 
 
@@ -218,7 +251,7 @@ class Job(NamedTuple):
             begun = self.state.batches.get(phase.name, 0)
             return continued_orders(samples, size, last, smallest, cast(int, self.order_seed), begun, limit)
         # As many epochs as its steps take, which only the caller can count.
-        passes = count() if steps else range(epochs or 0)
+        passes = count() if steps else range(math.ceil(epochs or 0))
         return (epoch_order(samples, size, last, generator, limit) for _ in passes), 0
 
     @property

@@ -16,6 +16,7 @@ from pfl_lightning.client import Phase
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.contract.attributes import Leaks
 from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.data.batches import batches_of
 from pfl_lightning.data.trees import rows_in, shortened
 from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.base import ClientState, Engine, Job, Outcome, PrivateTraining
@@ -180,7 +181,7 @@ class Sequential(Engine):
         module.phase = phase
         with layout.training(phase) as parameters:
             trained = list(parameters.values())
-            optimizer = local_optimizer(module, phase, job, trained)
+            optimizer = local_optimizer(module, phase, job, trained, self.work)
             # The scale continues from the phase before, or else from the client's last round.
             scaler = self._scaler(state.scaler or job.state.scaler) if self._scales else None
             steps, taken, index = [], 0, 0
@@ -213,7 +214,7 @@ class Sequential(Engine):
             state.optimizers[phase.name] = self.work.kept(optimizer.state_dict())
         if scaler is not None:
             state.scaler = scaler.state_dict()
-        if job.continues(phase, self.work.extent(phase)):
+        if job.continues(phase, self.work.extent(phase, job.client)):
             state.batches[phase.name] = job.state.batches.get(phase.name, 0) + len(steps)
         module.steps_done += taken
         return steps
@@ -231,8 +232,8 @@ class Sequential(Engine):
             generator: draws the order of samples.
             job: the client's job.
         """
-        extent = self.work.extent(phase)
-        size, steps = extent.batch_size, extent.steps
+        extent, accumulate = self.work.extent(phase, job.client), self.work.accumulate
+        size, most = extent.batch_size, extent.steps
         # Without this, a number of steps would loop over endless epochs without a single batch.
         if len(part) < self.smallest_batch:
             return
@@ -241,14 +242,16 @@ class Sequential(Engine):
             orders = chain([next(orders)[done * size :]], orders)
         made = 0
         for order in orders:
+            if not made:
+                most = extent.most_steps(-(-batches_of(order.numel(), size, self.smallest_batch) // accumulate))
             batches = (batch for batch in part.take(order).chunks(size) if rows_in(batch[1]) >= self.smallest_batch)
             # The last group of an epoch may have fewer batches, as under Lightning's own Trainer.
-            while group := list(islice(batches, self.work.accumulate)):
+            while group := list(islice(batches, accumulate)):
                 divisors = self._divisors([y for _, y in group])
                 for number, ((x, y), divisor) in enumerate(zip(group, divisors, strict=True), 1):
                     yield *shortened(x, y, self.module.task.length(y)), divisor, number == len(group)
                 made += 1
-                if made == steps:
+                if made == most:
                     return
 
     def _divisors(self, targets: list[Any]) -> list[Divisor]:

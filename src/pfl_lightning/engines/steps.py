@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, ClientModule, Phase
 from pfl_lightning.client.common import personal_entries
 from pfl_lightning.client.optimizers import check_own_parameters
-from pfl_lightning.engines.base import Job
+from pfl_lightning.engines.base import Job, LocalWork
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.tasks import Task
 
@@ -59,7 +59,9 @@ class Layout:
                 self.parameters[name].requires_grad_(True)
 
 
-def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter]) -> Optimizer:
+def local_optimizer(
+    module: ClientModule, phase: Phase, job: Job, parameters: list[nn.Parameter], work: LocalWork
+) -> Optimizer:
     """Return the phase's optimizer, with the client's saved state if any, at the round's learning rate.
 
     Args:
@@ -67,6 +69,7 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
         phase: the phase.
         job: the client's work in this round.
         parameters: the parameters that the phase trains.
+        work: the settings of local training, with the client's own factor of the learning rate.
 
     Raises:
         MisconfigurationException: if the phase trains no parameter, or the optimizer has other parameters.
@@ -84,7 +87,7 @@ def local_optimizer(module: ClientModule, phase: Phase, job: Job, parameters: li
         )
     optimizer = module.local_optimizer(phase, parameters)
     check_own_parameters(optimizer, parameters, f"{type(module).__name__}.local_optimizer({phase.name!r})")
-    factor = job.lr_factor if phase.scheduled else 1.0
+    factor = work.share(job.client)[1] * (job.lr_factor if phase.scheduled else 1.0)
     # Read before loading the state, which holds the learning rate of an earlier round.
     rates = [group["lr"] * factor for group in optimizer.param_groups]
     if phase.name in job.state.optimizers:

@@ -351,7 +351,7 @@ class Federation(LightningModule):
                 module.assign({name: state[name] for name in common_parameters(module)})
         self.initial = [personal_entries(module, state) for module, state in pairs]
         shared = [shared_entries(module, state) for module, state in pairs]
-        check_common(self.client_modules, shared)
+        check_common(self.client_modules, shared, self.aggregator.takes_narrow)
         self.shared = shared[0]
         self._set_up_server(self.seed)
         self._say_if_stale()
@@ -463,7 +463,8 @@ class Federation(LightningModule):
                 f"{stale}: aggregator={name} takes updates from older models like new ones; "
                 "FedBuff and FedAsync weigh them by their staleness."
             )
-        if reads and not stale and not self.is_deployed:
+        # a server of narrow nets reads them only to know which part a late update is of
+        if reads and not stale and not self.is_deployed and not self.aggregator.takes_narrow:
             rank_zero_info(
                 f"aggregator={name}: no update is ever stale, as all clients of a round train from the same model; set "
                 "trainer.schedule=Asynchronous, as in --config schedules/fedbuff."
@@ -632,7 +633,7 @@ class Federation(LightningModule):
                 "unknown client; take 0, or implement the aggregator's welcome(client, update)."
             ) from error
         check_entries(payload, client, self.aggregator, self.client)
-        check_payload(payload, client, self.aggregator, self.shared)
+        check_payload(payload, client, self.aggregator, self.shared_of(client))
         return payload
 
     # Training
@@ -682,6 +683,17 @@ class Federation(LightningModule):
     def shared_now(self) -> StateDict:
         """The entries that clients share, in their types of now: the Trainer's precision may have changed them."""
         return shared_entries(self.client, self.client.state_dict())
+
+    def shared_of(self, client: int) -> StateDict:
+        """Return entries of the names and shapes that a client shares: the initial ones, or those of a narrow net.
+
+        Args:
+            client: the client's id.
+        """
+        if not self.aggregator.takes_narrow or not (index := self.architecture_of(client)):
+            return self.shared
+        module = self.client_modules[index]
+        return shared_entries(module, module.state_dict())
 
     def coming(self, away: Collection[int]) -> dict[int, Job]:
         """Return the jobs of the coming round by client, whose cohort is drawn by this; empty where clients take turns.

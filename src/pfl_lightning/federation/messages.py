@@ -141,6 +141,7 @@ def accepted(
     round: int,
     expected: int,
     label: Callable[[int], str] = str,
+    parts: Mapping[int, StateDict] | None = None,
 ) -> tuple[dict[int, Outcome], int]:
     """Return the outcomes to aggregate, by id, and the number of diverged ones.
 
@@ -155,6 +156,7 @@ def accepted(
         round: the round's number, from 1.
         expected: the number of clients in the cohort, all of which may not diverge; 0 allows it.
         label: returns a client's id and name for messages.
+        parts: what clients with a narrow net share in place of ``shared``, by id.
 
     Raises:
         TrainingDiverged: if all expected clients diverged.
@@ -185,8 +187,9 @@ def accepted(
     stacks = (u["weights"].stack for u in updates.values() if isinstance(u, dict) and type(u.get("weights")) is Row)
     # Rows of a stack have one record of kinds, so that all but the first are known by identity.
     kinds = next((stack.kinds for stack in stacks if stack.kinds == kinds), kinds)
-    wrong = {client: reason for client, update in updates.items() if (reason := fault(update, aggregator, kinds))}
-    if wrong and "weights" in aggregator.needs:
+    narrow = {client: kinds_of(part) for client, part in (parts or {}).items()}
+    wrong = {k: reason for k, update in updates.items() if (reason := fault(update, aggregator, narrow.get(k, kinds)))}
+    if wrong and not narrow and "weights" in aggregator.needs:
         # a method may send a part of the shared entries; the majority tells which part, so that one wrong client can't
         names = Counter(frozenset(u["weights"]) for u in updates.values() if isinstance(u, Mapping) and "weights" in u)
         usual = names.most_common(1)[0][0] if names else kinds.keys()

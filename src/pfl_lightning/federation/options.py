@@ -1,6 +1,6 @@
 """The Trainer's federated settings: participation, local training, engine and evaluation."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.client.common import personal_entries
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import FederatedDataModule, Split
 from pfl_lightning.data.batches import Limit
 from pfl_lightning.data.memory import free_memory
@@ -35,6 +36,8 @@ STAGES = {
 ClientStates: TypeAlias = Literal["memory", "device", "disk", "rank", "auto"]
 """Storage of clients' states between rounds: main memory, training device, files, the memory of the rank that trains
 the client, or the device if a GPU has room."""
+ByClient: TypeAlias = int | float | dict[str, float] | list[float] | None
+"""A number for all clients; numbers by clients' names or ids; or a list with a number for each client."""
 ROOM = 0.25
 """The largest share of free GPU memory that ``client_states="auto"`` gives to client states."""
 MOST_LOCAL = 1_000_000
@@ -53,8 +56,9 @@ class FederationOptions:
     """
 
     clients_per_round: int | float
-    local_epochs: int | None
+    local_epochs: ByClient
     local_steps: int | None
+    lr_factors: dict[str, float] | list[float] | None
     steps_continue: bool
     engine: str | type[Engine] | EngineMaker
     workers: int | None
@@ -88,11 +92,17 @@ class FederationOptions:
         self._check("limit_train_batches", is_part, f"{batches}, or a share above 0.0 and up to 1.0")
         self._check("accumulate_grad_batches", is_count, f"{batches}, such as 4")
         self._check("checkpoint_every", is_count, "a number of rounds from 1 up, such as 10")
-        for name in ("local_epochs", "local_steps", "workers", "min_clients"):
+        for name in ("local_steps", "workers", "min_clients"):
             self._check(name, is_count_or_none, "at least 1, as an integer")
+        words = "a number above 0, such as 2 or 0.5, or numbers by client, such as {'Bremen': 2} or [1, 0.5]"
+        self._check("local_epochs", lambda value: value is None or all(map(is_above_zero, numbers_in(value))), words)
+        words = "factors above 0 by client, such as {'Bremen': 0.5}, or a list of all clients' factors"
+        is_given = isinstance(self.lr_factors, (Mapping, list))
+        fits = self.lr_factors is None or (is_given and all(map(is_above_zero, numbers_in(self.lr_factors))))
+        self._check("lr_factors", lambda value: fits, words)
         for name in ("local_epochs", "local_steps"):
             words = f"the number for one round, up to {MOST_LOCAL}, such as 5; this one would never end"
-            self._check(name, lambda value: value is None or value <= MOST_LOCAL, words)
+            self._check(name, lambda value: value is None or max(numbers_in(value)) <= MOST_LOCAL, words)
         words = "a number above 0, such as 1.0; leave it out to clip nothing"
         self._check("gradient_clip_val", lambda value: value is None or 0 <= value < inf, words)
         self._check(
@@ -163,6 +173,11 @@ class FederationOptions:
             reason = "needs each client's orders of samples, which begin anew there in each round; leave it out"
             continued = {"continues": "goes on within an epoch of each client's own order"}
             parts.append(Part("trainer.steps_continue=true", continued, {"sites": reason}))
+        for name in ("local_epochs", "lr_factors"):
+            if isinstance(value := getattr(self, name), (Mapping, list)):
+                reason = "is read by each site for clients of its own; leave it out, or give a number for all"
+                by_client = {"by client": "has clients train in different amounts"}
+                parts.append(Part(f"trainer.{name}={value}", by_client, {"sites": reason}))
         if self.evaluate != "before":
             after = {"after": "shows each client's model after its own training"}
             parts.append(Part(f"trainer.evaluate={self.evaluate}", after))
@@ -216,20 +231,28 @@ class FederationOptions:
             size = stage.updates(size)
         return size
 
-    def samples_trained(self, size: int, batch_size: int) -> int:
+    def samples_trained(self, size: int, work: LocalWork, client: int) -> int:
         """Return the number of samples that a client's local training processes, each pass counted.
 
         Args:
             size: the client's number of training samples.
-            batch_size: samples per batch.
+            work: the result of `work`.
+            client: the client's id.
         """
+        batch_size = work.batch_size
         if self.local_steps is not None:
             return self.local_steps * self.accumulate_grad_batches * min(batch_size, size)
         batches = ceil(size / batch_size)
         # a share is rounded down, as in the order of an epoch
         limit = self.limit_train_batches
         limit = int(limit) if is_count(limit) else max(1, int(limit * batches))
-        return (self.local_epochs or 1) * min(size, limit * batch_size)
+        # a fraction of an epoch's steps is rounded down, as in training
+        extent, used = work.extent(Phase(), client), min(limit, batches)
+        each, epoch = ceil(used / self.accumulate_grad_batches), min(size, limit * batch_size)
+        if (most := extent.most_steps(each)) is None:
+            return int(extent.epochs or 1) * epoch
+        whole, rest = divmod(most, each)
+        return whole * epoch + min(rest * self.accumulate_grad_batches * batch_size, epoch)
 
     def evaluation_size(self, num_clients: int) -> int:
         """Return the number of clients that each round evaluates."""
@@ -241,8 +264,14 @@ class FederationOptions:
         return cohort.sampling(self.cohort_size(num_clients), num_clients) if cohort.states_sampling else None
 
     def work(self, data: FederatedDataModule) -> LocalWork:
-        """Return the settings of a client's local training, without privacy and device, which `engines` adds."""
-        epochs = 1 if self.local_epochs is None else self.local_epochs
+        """Return the settings of a client's local training, without privacy and device, which `engines` adds.
+
+        Raises:
+            MisconfigurationException: if a setting by client names no client, or a list has another length.
+        """
+        epochs = self.local_epochs if isinstance(self.local_epochs, (int, float)) else 1
+        # 2.0 is 2, also where epochs are counted
+        epochs = int(epochs) if epochs == int(epochs) else epochs
         # Lightning takes gradient_clip_val=0 as no clipping.
         clip = self.gradient_clip_val or None
         size, last = data.batch_size, data.last_batch
@@ -255,6 +284,8 @@ class FederationOptions:
             self.gradient_clip_algorithm,
             accumulate=self.accumulate_grad_batches,
             limit=self.limit_train_batches,
+            own_epochs=by_client("local_epochs", self.local_epochs, data),
+            rates=by_client("lr_factors", self.lr_factors, data),
         )
 
     def engines(
@@ -322,6 +353,8 @@ class FederationOptions:
                     f"trainer.{name}={part} is more than data.num_clients={data.num_clients}; take at most that many, "
                     "or a fraction such as 0.5."
                 )
+        # refuses names of no client
+        self.work(data)
         size = self.cohort_size(data.num_clients)
         self.cohort.check(self.clients_per_round, size, data.num_clients)
         engine = self.engine_class
@@ -347,6 +380,51 @@ class FederationOptions:
 def is_part(value: Any) -> bool:
     """Return whether a value is a number from 1 up, or a fraction above 0.0 and up to 1.0."""
     return is_count(value) or (isinstance(value, float) and 0 < value <= 1)
+
+
+def is_above_zero(value: Any) -> bool:
+    """Return whether a value is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf
+
+
+def numbers_in(value: Any) -> list[Any]:
+    """Return the numbers of a setting by client, or the one of all; at least one entry.
+
+    >>> numbers_in({"Bremen": 2, "Ulm": 0.5}), numbers_in(3), numbers_in([])
+    ([2, 0.5], [3], [None])
+
+    Args:
+        value: a number, a mapping or a list.
+    """
+    if isinstance(value, (Mapping, list)):
+        return list(value.values() if isinstance(value, Mapping) else value) or [None]
+    return [value]
+
+
+def by_client(name: str, value: Any, data: FederatedDataModule) -> dict[int, float]:
+    """Return the numbers of a setting by client's id; empty for a number for all.
+
+    Args:
+        name: the setting, for messages.
+        value: the setting's value.
+        data: the clients' data.
+
+    Raises:
+        MisconfigurationException: if a name is of no client, or a list has another length than there are clients.
+    """
+    if isinstance(value, list):
+        if len(value) != data.num_clients:
+            raise MisconfigurationException(
+                f"trainer.{name}={value} has {len(value)} numbers for {data.num_clients} clients; give one for each, "
+                "or a mapping from some clients' names or ids."
+            )
+        return dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {}
+    try:
+        return {data.client_id(client): number for client, number in value.items()}
+    except MisconfigurationException as error:
+        raise MisconfigurationException(f"trainer.{name}={dict(value)}: {error}") from None
 
 
 def is_count_or_none(value: Any) -> bool:

@@ -99,7 +99,8 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
         "schedule": options.schedule,
         # Resolved values, so that 0.5 of 10 clients equals 5, and local_epochs=None equals 1.
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
-        "local_epochs": None if options.local_steps is not None else options.local_epochs or 1,
+        "local_epochs": None if options.local_steps is not None else as_told(options.local_epochs or 1),
+        "lr_factors": as_told(options.lr_factors),
         "local_steps": options.local_steps,
         "steps_continue": options.steps_continue,
         "accumulate_grad_batches": options.accumulate_grad_batches,
@@ -120,6 +121,15 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,
     }
+
+
+def as_told(value: Any) -> Any:
+    """Return a setting by client as a text, and a number or None as it is.
+
+    Args:
+        value: a number, a mapping or a list.
+    """
+    return str(value) if isinstance(value, (dict, list)) else value
 
 
 def attacks_of(trainer: Trainer) -> list[str]:

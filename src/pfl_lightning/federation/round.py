@@ -165,7 +165,7 @@ class Round:
             sent = job.travelling
             # most methods send every client the same tensors; check and measure them once
             if previous is None or sent.keys() != previous.keys() or any(sent[k] is not previous[k] for k in previous):
-                check_payload(job.payload, client, self.aggregator, federation.shared)
+                check_payload(job.payload, client, self.aggregator, federation.shared_of(client))
                 previous, size = sent, num_bytes(sent)
             # what has travelled earlier is counted already
             if begun is None:
@@ -214,8 +214,13 @@ class Round:
         # the clients.
         private, ends = bool(self.aggregator.guarantee), not federation.publishable
         method, label = type(federation.client).__name__, self.data.client_label
+        nets = {client: federation.architecture_of(client) for client in outcomes if self.aggregator.takes_narrow}
+        # once for each net, but for the first one, of which `shared_now` is
+        of_net = {net: client for client, net in nets.items() if net}
+        shared = {net: federation.shared_of(client) for net, client in of_net.items()}
+        parts = {client: shared[net] for client, net in nets.items() if net}
         taken, diverged = accepted(
-            outcomes, self.aggregator, method, federation.shared_now, round, expected if ends else 0, label
+            outcomes, self.aggregator, method, federation.shared_now, round, expected if ends else 0, label, parts
         )
         refused = len(outcomes) - diverged - len(taken)
         if expected and not private and len(taken) < self.options.min_clients:

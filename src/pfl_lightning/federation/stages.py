@@ -138,6 +138,9 @@ class Federated(Protocol):
     def shared_now(self) -> StateDict:
         """The entries that clients share, in their types of now."""
 
+    def shared_of(self, client: int) -> StateDict:
+        """Return entries of the names and shapes that a client shares."""
+
     @property
     def remembered(self) -> Any:
         """The aggregator's attributes, `Remembered`."""

@@ -84,6 +84,7 @@ from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
 from pfl_lightning.methods.gpfl import GPFL
 from pfl_lightning.methods.growing_epochs import GrowingEpochs
+from pfl_lightning.methods.heterofl import HeteroFL
 from pfl_lightning.methods.hetlora import HetLoRA
 from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
@@ -172,6 +173,7 @@ __all__ = [
     "FedUV",
     "GrowingEpochs",
     "HetLoRA",
+    "HeteroFL",
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",

@@ -189,6 +189,8 @@ METHODS = (
     Method("FedProto", m.FedProto, file="fedproto"),
     Method("FedTGP", m.FedProto, a.TrainablePrototypes, file="fedtgp"),
     Method("KT-pFL", m.KnowledgeTransfer, file="kt_pfl"),
+    Method("FedRolex", m.HeteroFL, partial(a.PartAverage, rolling=True, weighting="uniform"), file="fedrolex"),
+    Method("HeteroFL", m.HeteroFL, file="heterofl"),
     Method("FedALT", m.FedALT, file="fedalt"),
     Method("FedDPA", m.FedDPA, file="feddpa"),
     Method("FedEx-LoRA", m.FedExLoRA, file="fedex_lora"),

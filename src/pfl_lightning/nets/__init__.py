@@ -9,6 +9,7 @@ from pfl_lightning.nets.char_gru import CharGRU
 from pfl_lightning.nets.cnn import CNN, LeakyCNN, LeNet5, SmallCNN
 from pfl_lightning.nets.fasttext import FastText
 from pfl_lightning.nets.mlp import MLP
+from pfl_lightning.nets.narrow import Narrow
 from pfl_lightning.nets.resnet import CifarResNet, ResNet18
 from pfl_lightning.nets.shared_features import (
     AlexNetFeatures,
@@ -32,6 +33,7 @@ __all__ = [
     "Head",
     "LeNet5",
     "LeakyCNN",
+    "Narrow",
     "Net",
     "NetFactory",
     "ResNet18",

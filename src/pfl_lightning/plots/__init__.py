@@ -18,6 +18,7 @@ from pfl_lightning.plots.classes import (
 from pfl_lightning.plots.features import plot_conductance, plot_tsne
 from pfl_lightning.plots.runs import (
     plot_against_local_epochs,
+    plot_cross_matrix,
     plot_curves,
     plot_drift,
     plot_mean_curves,
@@ -31,6 +32,7 @@ __all__ = [
     "plot_calibration",
     "plot_class_heatmaps",
     "plot_conductance",
+    "plot_cross_matrix",
     "plot_curves",
     "plot_distances",
     "plot_distribution_scatter",

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -30,23 +30,29 @@ SPLITS = {"train": "training", "val": "validation", "test": "test"}
 METRICS = {"acc": "accuracy, %"}
 
 
-def plot_partition(counts: Tensor | FederatedDataModule, names: Sequence[str] = ()) -> "Figure":
-    """Plot a heatmap of training samples by client and class.
+def plot_partition(counts: Any, names: Sequence[str] = ()) -> "Figure":
+    """Plot a heatmap of training samples by client and class; of a finished run, bars of samples by client.
 
     Args:
-        counts: samples ``[clients, classes]``, or a data module, set up.
+        counts: samples ``[clients, classes]``; a data module, set up; a trainer, whose data are shown; or a run's
+            folder or `Results`, which know numbers of samples alone.
         names: names of the clients by id; empty shows the data module's, or ids.
 
     Raises:
-        MisconfigurationException: if the counts have another form, or the data module isn't set up.
+        MisconfigurationException: if the counts have another form, the data module isn't set up, or the folder is of
+            no finished run.
     """
+    if isinstance(counts, (str, PathLike)) or isinstance(getattr(counts, "client_rows", None), list):
+        return plot_sizes(clients_in(counts))
+    # a Trainer has its data from its first fit on
+    counts = getattr(counts, "datamodule", counts)
     if isinstance(counts, FederatedDataModule):
         names = names or counts.client_names
         counts = amounts(counts)
     if getattr(counts, "ndim", 0) != 2:
         raise MisconfigurationException(
-            f"counts is a {type(counts).__name__}; give samples [clients, classes], such as data.counts, or the data "
-            "module."
+            f"counts is a {type(counts).__name__}; give samples [clients, classes], such as data.counts, the data "
+            "module, a trainer after fit, or a run's folder."
         )
     # imported on use, as matplotlib is slow to import; Figure and not pyplot, which keeps every figure in memory
     from matplotlib.figure import Figure
@@ -63,26 +69,48 @@ def plot_partition(counts: Tensor | FederatedDataModule, names: Sequence[str] = 
     return figure
 
 
-def plot_curves(
-    runs: "Mapping[str, Sequence[Mapping[str, Any]] | str | PathLike[str]] | str | PathLike[str]",
-    metric: str = "val/acc",
-) -> "Figure":
+def clients_in(run: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of ``clients.csv`` of a finished run.
+
+    Args:
+        run: the run's folder, or its `Results`.
+
+    Raises:
+        MisconfigurationException: if there are none.
+    """
+    if not isinstance(run, (str, PathLike)):
+        rows, where = run.client_rows, f"the run {run.name}"
+    else:
+        rows, where = read_rows(file) if (file := Path(run, "clients.csv")).is_file() else [], str(run)
+    if not rows:
+        raise MisconfigurationException(
+            f"{where} has no clients.csv, which a run has from its end on; give the folder of a finished run, or the "
+            "data module."
+        )
+    return cast(Sequence[Mapping[str, Any]], rows)
+
+
+def plot_curves(runs: Any, metric: str = "val/acc") -> "Figure":
     """Plot a metric against rounds, one line per run.
 
     Args:
-        runs: by the run's name, rows of ``rounds.csv`` (or of `RoundLogger`), or the run's folder; or one run's folder.
+        runs: a run, or several by their names. A run is a folder, a trainer, its `Results`, or rows of ``rounds.csv``
+            (or of `RoundLogger`), which need a name.
         metric: the column to draw.
 
     Raises:
-        MisconfigurationException: if a folder is of no run, or a run has no value of the metric.
+        MisconfigurationException: if this is no run, or a run has no value of the metric.
     """
     if isinstance(runs, (str, PathLike)):
         runs = {Path(runs).resolve().parent.name: runs}
+    elif (name := getattr(getattr(runs, "results", runs), "name", None)) and not isinstance(runs, Mapping):
+        runs = {str(name): runs}
     if not isinstance(runs, Mapping):
         raise MisconfigurationException(
-            f"runs is a {type(runs).__name__}; give a run's folder, or a dict of rows or folders by the run's name."
+            f"runs is a {type(runs).__name__}; give a run's folder, a trainer after fit, its results, or a dict of "
+            "such runs by their names."
         )
-    rows = {name: rows_of(run) if isinstance(run, (str, PathLike)) else run for name, run in runs.items()}
+    rows = {name: rows_of(run) for name, run in runs.items()}
     for name, own in rows.items():
         if not any(row.get(metric) not in (None, "") for row in own):
             there = [column for column in columns_of(own) if column.startswith(("val/", "test/"))]
@@ -92,15 +120,26 @@ def plot_curves(
     return plot_mean_curves({name: [own] for name, own in rows.items()}, metric)
 
 
-def rows_of(run: "str | PathLike[str]") -> list[dict[str, str]]:
-    """Return the rows of a run's ``rounds.csv``.
+def rows_of(run: Any) -> Sequence[Mapping[str, Any]]:
+    """Return a run's rows by round.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, a trainer, its `Results`, a `RoundLogger`, a data frame, or the rows themselves.
 
     Raises:
-        MisconfigurationException: if the folder is of no run.
+        MisconfigurationException: if the folder is of no run, or the value is no run.
     """
+    if not isinstance(run, (str, PathLike)):
+        run = getattr(run, "results", run)
+        rows = getattr(run, "rows", run)
+        # a data frame of results.rounds
+        rows = rows.to_dict("records") if hasattr(rows, "to_dict") else rows
+        if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows):
+            return rows
+        raise MisconfigurationException(
+            f"a run is a {type(run).__name__}; give a run's folder, a trainer after fit, its results, or rows of "
+            "rounds.csv."
+        )
     file = Path(run, "rounds.csv")
     if not file.is_file():
         there = sorted(Path(run).glob("*/rounds.csv")) + sorted(Path(run).glob("*/*/rounds.csv"))
@@ -109,13 +148,16 @@ def rows_of(run: "str | PathLike[str]") -> list[dict[str, str]]:
     return read_rows(file)
 
 
-def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str = "val/acc") -> "Figure":
+def plot_mean_curves(groups: Mapping[str, Sequence[Any]], metric: str = "val/acc") -> "Figure":
     """Plot a metric against rounds: one line per group for the mean over runs, in a band of one standard deviation.
 
     Args:
-        groups: by name, the rows of ``rounds.csv`` of several runs, such as one per seed; only rounds common to all
-            runs are drawn.
+        groups: by name, several runs, such as one per seed, each as for `plot_curves`; only rounds common to all runs
+            are drawn.
         metric: the column to draw.
+
+    Raises:
+        MisconfigurationException: if a value is no run.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -130,7 +172,7 @@ def plot_mean_curves(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
     for (name, runs), colour, style in zip(groups.items(), cycle(colours), cycle(("-", "--", "-."))):
         curves = [
             {int(row["round"]): float(row[metric]) for row in rows if row.get(metric) not in (None, "")}
-            for rows in runs
+            for rows in map(rows_of, runs)
         ]
         # a mean over other runs in each round would jump where a run ends or has no validation
         rounds = sorted(set(curves[0]).intersection(*curves))
@@ -201,33 +243,33 @@ def plot_drift(
 
 
 def plot_against_local_epochs(
-    runs: Mapping[str, tuple[Sequence[Mapping[str, Any]], int | Sequence[int]]], metric: str = "val/acc"
+    runs: Mapping[str, tuple[Any, float | Sequence[float]]], metric: str = "val/acc"
 ) -> "Figure":
     """Plot a metric against the local epochs of a client in all rounds so far, one line per run.
 
     Rounds favour methods that train long in each, such as KT-pFL with up to 20 epochs.
 
     Args:
-        runs: by the run's name, the rows of ``rounds.csv`` (or of `RoundLogger`), and the local epochs per round, which
-            the record doesn't contain: a number, or a list with one number per round from the first on, whose last
+        runs: by the run's name, the run as for `plot_curves`, and the local epochs per round, which the record
+            doesn't contain: a number, or a list with one number per round from the first on, whose last
             number holds for later rounds.
         metric: the column to draw.
 
     Raises:
-        MisconfigurationException: if epochs are missing or less than 1.
+        MisconfigurationException: if epochs are missing, or one isn't above 0.
     """
-    scaled = {name: _by_epochs(name, rows, epochs) for name, (rows, epochs) in runs.items()}
+    scaled = {name: _by_epochs(name, rows_of(run), epochs) for name, (run, epochs) in runs.items()}
     figure = plot_curves(scaled, metric)
     figure.axes[0].set_xlabel("local epochs")
     return figure
 
 
-def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: int | Sequence[int]) -> list[dict[str, Any]]:
+def _by_epochs(name: str, rows: Sequence[Mapping[str, Any]], epochs: float | Sequence[float]) -> list[dict[str, Any]]:
     """Return the rows with the number of epochs so far instead of the round's number."""
-    by_round = [epochs] if isinstance(epochs, int) else list(epochs)
-    if not by_round or min(by_round) < 1:
+    by_round = [epochs] if isinstance(epochs, (int, float)) else list(epochs)
+    if not by_round or min(by_round) <= 0:
         raise MisconfigurationException(
-            f"runs[{name!r}]: local epochs {epochs} must be a number from 1 up, or at least one such number."
+            f"runs[{name!r}]: local epochs {epochs} must be a number above 0, or at least one such number."
         )
     last = max((int(row["round"]) for row in rows), default=0)
     by_round += by_round[-1:] * (last - len(by_round))
@@ -325,6 +367,47 @@ def plot_by_client(
     return figure
 
 
+def plot_cross_matrix(
+    values: Sequence[Sequence[float]], models: Sequence[str], clients: Sequence[str], metric: str = "test/acc"
+) -> "Figure":
+    """Plot a heat map of each client's model on every client's rows; a frame marks each model's own client.
+
+    Args:
+        values: the metric by model and client; NaN is left grey.
+        models: names of the models' clients, from top to bottom.
+        clients: names of the rows' clients, from left to right.
+        metric: the metric's column.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    percent = 100 if metric.endswith("acc") else 1
+    table = percent * np.array(values, dtype=float)
+    down, across = table.shape
+    size = 2 + 0.42 * min(across, 25), 1.5 + 0.36 * min(down, 25)
+    figure = Figure(figsize=(max(size[0], 4.2), max(size[1], 2.8)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", cmap="Blues", interpolation="nearest")
+    axes.set_facecolor("lightgrey")
+    axes.set(xlabel="test rows of client", ylabel="model of client", title="Each client's model on every client's rows")
+    for set_ticks, names, turned in ((axes.set_xticks, clients, 60), (axes.set_yticks, models, 0)):
+        places = range(0, len(names), 1 + (len(names) - 1) // 25)
+        set_ticks(places, [axis_label(place, names) for place in places], rotation=turned)
+    for row, model in enumerate(models):
+        if model in clients:
+            place = clients.index(model) - 0.5, row - 0.5
+            axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="C1", linewidth=1.5))
+    # figures of more cells would overlap
+    if max(down, across) <= 12:
+        middle = (np.nanmin(table) + np.nanmax(table)) / 2
+        for (row, column), value in np.ndenumerate(table):
+            if not np.isnan(value):
+                text, color = f"{value:.0f}" if percent > 1 else f"{value:.3g}", "white" if value > middle else "black"
+                axes.text(column, row, text, ha="center", va="center", color=color, fontsize="small")
+    figure.colorbar(image, ax=axes, label=in_words(metric))
+    return figure
+
+
 def plot_sizes(clients: Sequence[Mapping[str, Any]]) -> "Figure":
     """Plot each client's number of training samples; above each bar the number of classes if known.
 
@@ -340,7 +423,7 @@ def plot_sizes(clients: Sequence[Mapping[str, Any]]) -> "Figure":
     # more than 40 numbers would overlap
     if len(sizes) <= 40 and all(row.get("classes") for row in clients):
         axes.bar_label(bars, [str(row["classes"]) for row in clients], fontsize="x-small")
-        axes.set_title("above each client its classes", fontsize="small")
+        axes.set_title("Training samples by client; above each client its classes", fontsize="small")
     axes.set(xlabel="client", ylabel="training samples")
     # names of many clients would overlap
     if len(sizes) <= 40 and all(row.get("name") for row in clients):

@@ -224,6 +224,12 @@ class DPSGD(ConfiguredStage):
                 f"trainer.{many[0]}={many[1]} counts batches of an epoch, and {OWNER} draws each batch anew from all "
                 "samples; leave it out, and set data.batch_size and trainer.local_steps."
             )
+        epochs = options.local_epochs
+        if not (epochs is None or is_count(epochs) or (isinstance(epochs, float) and epochs == int(epochs))):
+            raise MisconfigurationException(
+                f"trainer.local_epochs={epochs} is no whole number for all clients, and {OWNER} counts batches of "
+                "whole epochs; give one, or trainer.local_steps."
+            )
         if options.compile:
             raise MisconfigurationException(
                 f"trainer.compile=true compiles steps of whole batches, and {OWNER} takes them by samples; leave it "

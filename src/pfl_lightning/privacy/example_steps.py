@@ -70,7 +70,7 @@ class Draws(NamedTuple):
         size, _, epochs, steps, _ = work.extent(phase)
         if not samples:
             return cls(0, 1.0, 1.0)
-        count = steps if steps is not None else (epochs or 0) * math.ceil(samples / size)
+        count = steps if steps is not None else int(epochs or 0) * math.ceil(samples / size)
         rate = min(1.0, size / samples)
         return cls(count, rate, rate * samples)
 

@@ -322,7 +322,9 @@ def samples_of(federation: Federated, client: int) -> int:
         client: the client's id.
     """
     data = federation.data
-    return int(federation.options.samples_trained(data.size(client, "train"), data.batch_size))
+    # of the engine, as names of clients are looked up but once
+    work = federation.engines[0].work
+    return int(federation.options.samples_trained(data.size(client, "train"), work, client))
 
 
 def read_speeds(path: str, delay: float) -> dict[int, tuple[float, float]]:

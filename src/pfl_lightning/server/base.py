@@ -202,6 +202,12 @@ class Aggregator:
     steps since the client's start; and ``weights``, from which the client started.
     """
 
+    takes_narrow: bool = False
+    """True if clients' nets may be narrow copies of the first one, with parts of its entries under the same names.
+
+    `download` then returns the client's part.
+    """
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # claims about privacy hold for the code of one class: a subclass's code may break them, so it must claim them

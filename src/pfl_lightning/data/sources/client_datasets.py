@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
@@ -21,6 +22,7 @@ from pfl_lightning.data.division import Division
 from pfl_lightning.data.identity import mixed, warn_of_shared_rows
 from pfl_lightning.data.samples import Loaded, Samples, Split
 from pfl_lightning.data.sources.base import OwnedData, targets_of
+from pfl_lightning.data.sources.client_modules import read_modules
 from pfl_lightning.data.sources.tensor_data import shape_of
 from pfl_lightning.data.sources.vision_data import pixels, random_transform
 from pfl_lightning.data.trees import Tree, as_tensor, first_not_finite, joined, leaves_of, like
@@ -124,6 +126,8 @@ class ClientDatasets(OwnedData):
             resident = not changing and num_bytes(x) * len(reader) <= SMALL
         kwargs["resident"] = resident
         super().__init__(task, **kwargs)
+        self.to_predict: dict[Any, Any] = {}
+        """Datasets to predict for by client, of LightningDataModules with a ``predict_dataloader``."""
         self.input_shape = shape_of(x)
         self._reader = reader
         sizes = [len(dataset) for *_, dataset in parts]
@@ -131,6 +135,34 @@ class ClientDatasets(OwnedData):
         is_numbered = read is None and not isinstance(clients, Mapping)
         self._names: Any = np.repeat(np.array([int(name) if is_numbered else name for name, *_ in parts]), sizes)
         self._splits: Any = np.repeat(np.array([split for _, split, _ in parts]), sizes) if len(given) > 1 else None
+
+    @classmethod
+    def of_modules(
+        cls,
+        modules: Mapping[Any, LightningDataModule] | Sequence[LightningDataModule],
+        task: Task = OwnLoss(),  # noqa: B008 - immutable
+        **kwargs: Any,
+    ) -> "ClientDatasets":
+        """Return the data of clients with a LightningDataModule each, of which the loaders' Datasets are taken.
+
+        ``prepare_data`` and ``setup`` of each are called here. Batch size, ``drop_last``, ``collate_fn`` and workers
+        are those of the loaders, which all clients share; the largest ``num_workers`` counts. `to_predict` has the
+        Datasets of ``predict_dataloader``.
+
+        Args:
+            modules: a LightningDataModule by the client's name, or a list of them.
+            task: as for `ClientDatasets`.
+            **kwargs: further settings of `ClientDatasets`, in place of those of the loaders.
+
+        Raises:
+            MisconfigurationException: if loaders of two clients differ in a setting, or if one has something that
+                clients' training can't carry on, such as a sampler of its own.
+        """
+        datasets, predict, settings = read_modules(modules)
+        clients: Any = datasets if isinstance(modules, Mapping) else list(datasets.values())
+        made = cls(clients, task, **{**settings, **kwargs})
+        made.to_predict = predict
+        return made
 
     def load(self) -> Loaded:
         """Read all items if they are kept in memory, else the targets alone."""

@@ -199,7 +199,7 @@ class Plan:
         lengths: each client's number of samples per epoch.
         size: samples per batch, except for an epoch's last.
         smallest: the smallest usable batch.
-        steps: optimizer steps of each client, over as many epochs as needed; None takes all of the given epochs.
+        steps: optimizer steps of each client at most, over as many of the given epochs as needed.
         skipped: each client's batches at the beginning of its order that are left out; None leaves none out.
         accumulate: batches of an optimizer step, fewer in the last step of an epoch.
     """
@@ -211,7 +211,7 @@ class Plan:
         lengths: NDArray[np.int64],
         size: int,
         smallest: int,
-        steps: int | None,
+        steps: NDArray[np.int64],
         skipped: NDArray[np.int64] | None = None,
         accumulate: int = 1,
     ) -> None:
@@ -230,7 +230,7 @@ class Plan:
         self._each = -(-self._batches // accumulate)
         self._first = np.minimum(-(-(self._batches - self._skipped) // accumulate), epochs * self._each)
         made = self._first + np.maximum(epochs - 1, 0) * self._each
-        self.counts: NDArray[np.int64] = made if steps is None else np.minimum(made, steps)
+        self.counts: NDArray[np.int64] = np.minimum(made, steps)
         """Optimizer steps of each client."""
         ends = self._place(self.counts - 1, np.arange(len(lengths)))
         self.batches: NDArray[np.int64] = np.where(self.counts, ends[0] * self._batches + ends[2] - self._skipped, 0)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,13 +122,19 @@ class Vectorised(Engine):
     # Blocks
 
     def _blocks(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
-        """Yield the jobs of each block."""
-        jobs = iter(jobs)
-        for first in jobs:
+        """Yield the jobs of each block, of clients with the same epochs and the same factor of the learning rate."""
+        waiting: dict[tuple[float, float], list[Job]] = {}
+        for job in jobs:
             if self.block_size is None:
-                self.block_size = self._room(first)
-            size = self.block_size if self.fitting is None else min(self.fitting, self.block_size)
-            yield [first, *islice(jobs, size - 1)]
+                self.block_size = self._room(job)
+            # a block's clients are sorted by size, and must stop in this order
+            kind = self.work.share(job.client)
+            block = waiting.setdefault(kind, [])
+            block.append(job)
+            # looked at for each block, as a lack of memory makes later ones smaller
+            if len(block) >= (self.block_size if self.fitting is None else min(self.fitting, self.block_size)):
+                yield waiting.pop(kind)
+        yield from waiting.values()
 
     def _halves(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
         """Return the halves of a block too large for the memory; later blocks are no larger."""

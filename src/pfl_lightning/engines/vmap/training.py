@@ -152,7 +152,7 @@ class BlockTrainer:
             # Only the settings are loaded here; states of parameters are stacked with those of other clients below.
             kept = {name: {**state, "state": {}} for name, state in job.state.optimizers.items()}
             return local_optimizer(
-                self.module, phase, job._replace(state=replace(job.state, optimizers=kept)), parameters
+                self.module, phase, job._replace(state=replace(job.state, optimizers=kept)), parameters, self.work
             )
 
         first = new(0)
@@ -175,12 +175,13 @@ class BlockTrainer:
 
     def _plan(self, phase: Phase, block: Block) -> Plan:
         """Return the batches of each client, in the same order as `Sequential`."""
-        extent, smallest = self.work.extent(phase), self.sequential.smallest_batch
-        size, _, epochs, steps, _ = extent
+        # the same for all clients of a block
+        extent, smallest = self.work.extent(phase, block.members[0].job.client), self.sequential.smallest_batch
+        size, _, epochs, *_ = extent
         accumulate = self.work.accumulate
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
-        skipped = np.zeros_like(sizes)
+        skipped, most = np.zeros_like(sizes), np.full_like(sizes, np.iinfo(np.int64).max)
         generator, further = torch.Generator(), dict[tuple[int, int], int]()
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
@@ -191,16 +192,19 @@ class BlockTrainer:
             if (first := next(epochs_left, None)) is None:
                 continue
             lengths[row], skipped[row] = first.numel(), done
+            # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
+            each = batches_of(first.numel(), size, smallest)
+            whole, rest = (-(-batches // accumulate) for batches in (each, each - done))
+            bound = extent.most_steps(whole)
+            most[row] = most[row] if bound is None else bound
             if (samples, done) not in further:
-                # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
-                each = batches_of(first.numel(), size, smallest)
-                whole, rest = (-(-batches // accumulate) for batches in (each, each - done))
-                # Enough epochs for the steps, rounded up; `Plan` drops what is too much.
-                needed = -(-max(steps - rest, 0) // max(whole, 1)) if steps else cast(int, epochs) - 1
+                # Enough epochs for the steps, rounded up; `Plan` drops what is too much. No more are drawn, as a later
+                # phase's orders come from the same generator.
+                needed = cast(int, epochs) - 1 if bound is None else -(-max(bound - rest, 0) // max(whole, 1))
                 further[samples, done] = needed
             more = islice(epochs_left, further[samples, done])
             orders[row] = torch.cat([first, *more]) if further[samples, done] else first
-        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, steps, skipped, accumulate)
+        return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, most, skipped, accumulate)
 
     def _narrow(self, optimizers: list[RowsOptimizer], end: int, phase: Phase, block: Block) -> None:
         """Release clients after their last step, and keep the optimizers' states with a lifetime of the run."""
