@@ -386,8 +386,9 @@ def rows_of_tree(update: Message, count: int) -> list[Message]:
         count: number of clients.
     """
     stacks = {str(place): stack for place, stack in enumerate(tensors(update))}
-    updates = []
-    for own in rows_of(stacks, count, CPU):
-        values = iter(own.values())
-        updates.append(tree_map(lambda _, values=values: next(values), update))
-    return updates
+
+    def with_own(values: Iterator[Tensor]) -> Message:
+        message: Message = tree_map(lambda _: next(values), update)
+        return message
+
+    return [with_own(iter(own.values())) for own in rows_of(stacks, count, CPU)]
