@@ -10,7 +10,7 @@ from federations import blobs, equal, fit, make_client
 from pfl_lightning.client.at_once import at_once, runs_at_once
 from pfl_lightning.engines.vmap.block_hooks import BlockHooks, Differ, Payload
 from pfl_lightning.messages import tensors
-from pfl_lightning.methods import MOON, FedProx
+from pfl_lightning.methods import GPFL, MOON, FedCAC, FedLESAM, FedNTD, FedProx, PerFCL
 from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
@@ -41,7 +41,11 @@ def ends(model, tmp_path, data=None, **settings):
     return found
 
 
-@pytest.mark.parametrize("method", [ControlVariates, MOON, WDR, CloudProx, FedProx], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "method",
+    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, FedLESAM, GPFL, PerFCL],
+    ids=lambda m: m.__name__,
+)
 @pytest.mark.by_default("ControlVariates", "MOON")
 def test_results_are_those_of_one_client_after_another(method, tmp_path, runs):
     one, other = ends(partial(make_client, method), tmp_path, clients_per_round=0.6)
