@@ -18,7 +18,7 @@ LINES: dict[str, tuple[str, float | None]] = {
     "FedAvg": ("fedavg", 60.68),
 }
 """Record, and the paper's figure, the best of 1,000 rounds over three seeds; None without one."""
-SHOWN = (10, 30, 60, 100, 150)
+SHOWN = (10, 30, 60, 100, 150, 400)
 """Rounds of the table."""
 
 
@@ -47,7 +47,8 @@ def main() -> None:
             if paper is not None:
                 # beside the curves, as it is of another number of rounds
                 axes.plot(1.03 * last, paper, marker="<", color=colour, clip_on=axes is close)
-        cells = [f"{values[round]:.2f}" for round in SHOWN]
+        # only the two that decide have all rounds
+        cells = [f"{values[round]:.2f}" if round in values else "" for round in SHOWN]
         print(f"| {title} | {' | '.join(cells)} | {'' if paper is None else paper} |")
     for axes in (whole, close):
         axes.set(xlabel="round", xlim=(0, 1.06 * last))

@@ -846,7 +846,7 @@ MEANINGLESS = {
 
 
 def call_of(given: Mapping[str, Any]) -> str:
-    """Return the call that makes a Trainer, with the arguments that differ from their defaults.
+    """Return the call for an equal Trainer, with all arguments other than their defaults.
 
     Args:
         given: the local names at the beginning of ``__init__``.

@@ -30,7 +30,7 @@ from pfl_lightning import ClientModule, Predictions
 from pfl_lightning.aggregators import CFL
 from pfl_lightning.data import Preprocessing, TableData, TensorData
 from pfl_lightning.federation.prediction import NeedsSamples
-from pfl_lightning.methods import FedAvg, FedPer, FedRoD, KNNPer, Local
+from pfl_lightning.methods import FedAvg, FedPer, KNNPer, Local
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation
 from sweeps import swept
@@ -413,12 +413,6 @@ def test_an_onnx_file_gives_the_outputs_for_raw_rows(tmp_path):
         x = data.inputs(rows, "Ulm")
         (outputs,) = session.run(None, {given.name: x.numpy()})
         assert torch.allclose(torch.from_numpy(outputs), model.eval().cpu()(x), atol=1e-6)
-
-
-def test_an_export_has_heads_beside_the_net(tmp_path):
-    model = fit(make_client(FedRoD), max_rounds=1).trainer.client(1)
-    model.export(path := tmp_path / "model.ts")
-    assert torch.allclose(torch.jit.load(path)(ROWS), model.eval().cpu()(ROWS))
 
 
 def test_an_export_names_what_it_lacks(tmp_path, monkeypatch):

@@ -171,6 +171,14 @@ def test_a_module_s_tables_are_the_module_s_own():
     assert names.entry_tables(nn.Linear(2, 2, bias=False))[0]["bias"] is None
 
 
+@pytest.mark.skipif(names.update_flat_weights is None, reason="recurrent layers of this torch keep their first weights")
+def test_recurrent_layers_list_exchanged_weights_anew():
+    layer, weight = nn.GRU(2, 3), nn.Parameter(torch.zeros(9, 2))
+    layer._parameters["weight_ih_l0"] = weight
+    names.update_flat_weights(layer)
+    assert layer._flat_weights[0] is weight
+
+
 def test_tensors_are_copied_into_others_of_another_type_in_one_operation():
     rows, sent = torch.zeros(2, 3, dtype=torch.float64), [torch.ones(3), torch.full((3,), 2.0)]
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -247,3 +255,21 @@ def test_a_backward_pass():
     )
     assert torch.equal(found[0], 2 * x.detach() * factors) and found[1] is None
     assert x.grad is None
+
+
+def test_tensors_of_shapes_alone_have_no_memory_and_work_beside_others():
+    with names.shapes_alone():
+        huge = torch.zeros(2**40, 8)
+    assert (huge[torch.tensor([3])] @ torch.ones(8, 2)).shape == (1, 2)
+
+
+def test_a_mode_sees_operations_of_the_backward_pass():
+    class Seen(names.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen, x = [], torch.ones(2, requires_grad=True)
+    with Seen():
+        x.exp().sum().backward()
+    assert seen[0] == "aten.exp.default" and "aten.mul.Tensor" in seen

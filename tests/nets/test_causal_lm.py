@@ -20,7 +20,7 @@ from pfl_lightning.client import export_adapters
 from pfl_lightning.client.adapter_folders import folder_name
 from pfl_lightning.data import TensorData
 from pfl_lightning.messages import num_bytes
-from pfl_lightning.methods import FedAvg, FedPer, LGFedAvg, Local, PFedMe
+from pfl_lightning.methods import FedALT, FedAvg, FedDPA, FedExLoRA, FedPer, LGFedAvg, Local, PFedMe
 from pfl_lightning.nets import CausalLM, Net
 from pfl_lightning.tasks import NextToken
 
@@ -268,6 +268,30 @@ def test_packed_texts_train_as_those_apart_under_each_engine(models, family, set
         assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
+def test_clients_that_learn_nothing_have_the_base_model_s_own_perplexity(models):
+    # as behind `local+tuned/untrained`
+    untrained = partial(torch.optim.lr_scheduler.ConstantLR, factor=0.0, total_iters=1000000)
+    federation = fit(client_of(build(models), Local, lr_scheduler=untrained))
+    data, total, count = texts(), 0.0, 0
+    data.setup("fit")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models / "llama").eval()
+    for client in range(CLIENTS):
+        part = data.part(client, "test")
+        model = federation.model_of(client).eval()
+        with torch.no_grad():
+            assert torch.equal(model(part.x), base(input_ids=part.x).logits)
+            total += float(data.task.loss(base(input_ids=part.x).logits, part.y, "sum"))
+        count += int((part.y != -100).sum())
+    settings = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = FederatedTrainer(max_rounds=1, enable_model_summary=False, **settings)
+    client = client_of(build(models), Local, lr_scheduler=untrained)
+    trainer.fit(client, datamodule=texts())
+    [found] = trainer.test(client, datamodule=texts(), verbose=False)
+    assert found["test/perplexity"] == pytest.approx(torch.tensor(total / count).exp().item(), rel=1e-5)
+
+
 def test_a_window_of_attention_is_left_to_the_model(models):
     body = build(models)((LENGTH,), TOKENS).eval().features
     inputs = {"input_ids": torch.randint(0, TOKENS, (1, LENGTH)), "position_ids": torch.arange(LENGTH)[None]}
@@ -311,6 +335,13 @@ def test_layers_computed_again_give_the_same_gradients_and_are_not_vectorised(mo
     assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
     with pytest.raises(MisconfigurationException, match="gradient_checkpointing"):
         fit(client_of(again), engine="vectorised")
+
+
+@pytest.mark.parametrize("method", [FedALT, FedDPA, FedExLoRA])
+def test_layers_are_not_computed_again_with_weights_that_are_gone(models, method):
+    client = client_of(build(models, gradient_checkpointing=True, lora={"r": 2}), method)
+    with pytest.raises(MisconfigurationException, match=r"gradient_checkpointing=true .*FedIT"):
+        fit(client, max_rounds=2)
 
 
 def test_a_frozen_head_leaves_no_part_to_keep_or_to_share(models):

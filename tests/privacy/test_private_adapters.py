@@ -209,3 +209,5 @@ def test_layers_computed_again_are_refused_by_name(models):
     client = client_of(models, gradient_checkpointing=True)
     with pytest.raises(MisconfigurationException, match=r"gradient_checkpointing=true .* take false"):
         fit(client, example_privacy=DPSGD(1.0))
+    with pytest.raises(MisconfigurationException, match=r"chunk_tokens .* take null"):
+        fit(client_of(models, chunk_tokens=4), example_privacy=DPSGD(1.0))

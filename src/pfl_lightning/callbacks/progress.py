@@ -35,7 +35,7 @@ def on_terminal() -> bool:
 
 
 def in_notebook() -> bool:
-    """Return True in the kernel of a notebook, whose output can be replaced by a later one."""
+    """Return True in the kernel of a notebook, where a later output can replace an earlier one."""
     # whoever runs in a kernel has imported IPython, so that other programs needn't have it installed
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

@@ -15,6 +15,7 @@ OTHERS = {
     "configs": "list the packaged configurations, or copy one to change it",
     "flower": "deploy a federation at sites that keep their data, over Flower",
     "matrix": "test each client's model of a run on every client's rows",
+    "memory": "compute the memory that a configuration takes, without running it",
     "methods": "list all methods, with the bytes that each sends and keeps",
     "predict": "predict for new rows with the clients' models of a run",
     "status": "show the progress of runs, from the files in their folders",

@@ -29,6 +29,7 @@ MODULES = {
     "configs": "pfl_lightning.cli.configs",
     "flower": "pfl_lightning.flower.command",
     "matrix": "pfl_lightning.cli.matrix",
+    "memory": "pfl_lightning.cli.memory",
     "methods": "pfl_lightning.cli.methods_table",
     "predict": "pfl_lightning.cli.predict",
     "status": "pfl_lightning.cli.status",

@@ -1,8 +1,10 @@
 """The command ``pfl-lightning predict``: predict for new rows with the clients' models of a finished run."""
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,7 +19,7 @@ from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import read_settings
-from pfl_lightning.client.module import payloads_of
+from pfl_lightning.client.module import payloads_of, saved_client
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.files import ARRAYS, read_array, read_checkpoint
 from pfl_lightning.data.sources.columns import as_text, read_table
@@ -87,7 +89,7 @@ def main(args: list[str]) -> int:
     rows = None
     if options.data is not None:
         checkpoint = next(iter(models_in(path, best=options.ckpt_path == "best").values())) if at_site else path
-        rows = read_rows(options.data, column, config, checkpoint)
+        rows = read_rows(options.data, column, config, checkpoint, options.fill_missing_columns)
     if rows is not None and rows.places and options.client:
         raise UsageError("predict: --client and --client_column exclude each other; give one of them.")
     if rows is not None and not rows.places and not options.client and not at_site:
@@ -133,6 +135,11 @@ def parser() -> Arguments:
         metavar="FILE",
         help="rows: a .csv or .parquet table, or inputs as .npy or .pt (default: the clients' own test rows); prompts "
         "for a language model: a .txt file with one in each line",
+    )
+    made.add_argument(
+        "--fill_missing_columns",
+        action="store_true",
+        help="take a column that the table lacks as a gap in all rows, as data.preprocessing fills gaps",
     )
     made.add_argument(
         "--max_new_tokens", type=int, default=64, metavar="N", help="longest answer to a prompt (default: 64)"
@@ -220,20 +227,24 @@ def csv_of(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     return {"decimal": settings.get("decimal", "."), "sep": settings.get("separator", ",")}
 
 
-def texts_in(checkpoint: Path) -> list[str]:
-    """Return the columns that held texts in the training table of a run; none where there was no table."""
-    tables = [entry.get("table") for entry in read_checkpoint(checkpoint).values() if isinstance(entry, dict)]
-    return next((list(table["texts"]) for table in tables if isinstance(table, dict) and "texts" in table), [])
+def columns_in(checkpoint: Path) -> tuple[list[str], list[str]]:
+    """Return the columns of a run's training table that held texts, and those of the inputs; none without a table."""
+    for entry in read_checkpoint(checkpoint).values():
+        table = entry.get("table") if isinstance(entry, dict) else None
+        if isinstance(table, dict) and "texts" in table:
+            return list(table["texts"]), list(entry["preprocessing"]["features"])
+    return [], []
 
 
-def read_rows(path: Path, column: str | None, config: Mapping[str, Any], checkpoint: Path) -> Rows:
+def read_rows(path: Path, column: str | None, config: Mapping[str, Any], checkpoint: Path, fills: bool = False) -> Rows:
     """Return the rows of a file.
 
     Args:
         path: the file.
         column: column of each row's client; None lets each client predict for all rows.
         config: the run's configuration.
-        checkpoint: the run's checkpoint, which knows the columns of texts.
+        checkpoint: the run's checkpoint, which knows the columns of texts and of inputs.
+        fills: whether a missing column of the inputs is a gap in all rows.
 
     Raises:
         UsageError: if the file is missing or of another kind, has no such column or no row.
@@ -242,15 +253,21 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any], checkpo
         folder = "is a folder: save its inputs as a tensor in a .pt file" if path.is_dir() else "is no file"
         raise UsageError(f"predict: --data {path} {folder}; give a .csv, .parquet, .npy or .pt file.")
     if path.suffix in TABLES:
-        if column is None:
+        if column is None and not fills:
             return Rows(path, {})
         csv = csv_of(config, path)
-        if column not in (there := read_table(path, None, csv)):
+        there = read_table(path, None, csv)
+        if column is not None and column not in there:
             raise UsageError(f"predict: --client_column {column} is no column of {path}, which has {', '.join(there)}.")
         # as in training: 01 isn't 1
-        table = read_table(path, there, csv, [column, *texts_in(checkpoint)])
+        texts, features = columns_in(checkpoint)
+        table = read_table(path, there, csv, texts if column is None else [column, *texts])
         if not len(table):
             raise UsageError(f"predict: --data {path} has no row to predict for; give at least one.")
+        if fills:
+            table = table.assign(**{name: math.nan for name in features if name not in there})
+        if column is None:
+            return Rows(table, {})
         if gaps := int(table[column].isna().sum()):
             raise UsageError(f"predict: column {column!r} of {path} has no client in {gaps} of {len(table)} rows.")
         names = table[column].map(as_text).to_numpy()
@@ -309,10 +326,19 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     kind = class_of(config, "model", pfl_lightning.methods)
     rows = []
     [window] = cast(FederatedDataModule, data).input_shape
-    for client in clients:
+    # one for all: reading a language model's weights takes longer than an answer
+    loaded = kind.load_from_checkpoint(models.get(clients[0], path), map_location="cpu")
+    nets = loaded.architectures()
+    for number, client in enumerate(clients, 1):
         # names come before ids
         whose = int(client) if client.isdigit() and client not in names and not at_site else client
-        model = kind.load_from_checkpoint(models.get(client, path), map_location="cpu", client=whose)
+        own = models.get(client, path)
+        federation = read_checkpoint(own, map_location=loaded.device, mapped=False)["federation"]
+        saved = saved_client(own, federation, whose, loaded.architecture_of, loaded.device)
+        # a copy shares the frozen weights, and has nothing of the client before
+        model = deepcopy(nets[saved.architecture])
+        model.become_saved(saved)
+        print(f"predict: client {client}, {number} of {len(clients)}", file=sys.stderr)
         for prompt in prompts:
             tokens = continued(model, data.encode(prompt), options.max_new_tokens, window, data.end_tokens)
             rows.append({"client": client, "prompt": prompt, "answer": data.decode(tokens)})

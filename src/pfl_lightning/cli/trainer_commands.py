@@ -186,6 +186,11 @@ class PflCLI(LightningCLI):
             )
         refuse_nulls(settings, type(self))
         refuse_nulls(settings.trainer, self.trainer_class, "trainer.")
+        own = getattr(settings.data, "init_args", None)
+        # the model is made for the data's inputs, and late rows alone may have fewer categories than the federation
+        if self.subcommand == "join" and own is not None and getattr(own, "fitted", "") is None:
+            if settings.ckpt_path is not None and Path(settings.ckpt_path).is_file():
+                own.fitted = str(settings.ckpt_path)
 
     def before_validate(self) -> None:
         """Silence Lightning's warning about another folder for checkpoints: an evaluation saves none."""

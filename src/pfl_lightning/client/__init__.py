@@ -2,7 +2,7 @@
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
 from pfl_lightning.client.at_once import at_once
-from pfl_lightning.client.module import Batch, ClientModule, ClientSettings
+from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Batch",
     "ClientModule",
     "ClientSettings",
+    "Forward",
     "Phase",
     "at_once",
     "everything",

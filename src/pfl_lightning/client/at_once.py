@@ -1,4 +1,4 @@
-"""Mark hooks that can run for many clients in one call."""
+"""Marks of hooks for many clients in one call."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def at_once(hook: Hook) -> Hook:
-    """Mark an `on_download` or `upload` of a client module as one that engine ``vectorised`` may run for many clients.
+    """Let engine ``vectorised`` run an `on_download` or `upload` of a client module once for many clients.
 
     The hook then runs once under ``torch.func.vmap``, where each entry, payload and update is one client's, and on a
     GPU launches no more kernels for many clients than for one. Like a training step, it makes no decision by the value
@@ -22,6 +22,7 @@ def at_once(hook: Hook) -> Hook:
     Args:
         hook: the method, in the body of its class.
     """
+    # on the function: an override is another one, and has to be marked by its own author
     vars(hook)["at_once"] = True
     return hook
 

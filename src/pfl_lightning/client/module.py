@@ -339,6 +339,16 @@ class ClientModule(LightningModule):
         outputs: Tensor = self.net(x)
         return outputs
 
+    def predicting_module(self) -> nn.Module:
+        """Return a module with the present client's outputs of `forward`, for `export`.
+
+        An override of `forward` that branches on the client's state, such as a client that hasn't trained yet, needs
+        an override of this hook too: formats for other programs have no such branches. The hook takes the branch once,
+        and returns a net, or ``Forward(self, outputs)`` for a method ``outputs`` from inputs to outputs. By
+        default it is `forward` itself.
+        """
+        return Forward(self)
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the local objective on one batch.
 
@@ -747,24 +757,22 @@ class ClientModule(LightningModule):
         if shape.example is not None:
             example = tree_map(lambda t: t.to(self.device), shape.example)
         # frozen, as TorchScript takes no parameters for constants that could still be trained
-        model = Forward(copy.deepcopy(self).eval().requires_grad_(False)).eval()
+        client = copy.deepcopy(self).eval().requires_grad_(False)
+        # a hook is of the outputs of its own class and of those above
+        knows = next(kind for kind in type(self).__mro__ if vars(kind).keys() & {"forward", "predicting_module"})
+        model = client.predicting_module() if "predicting_module" in vars(knows) else Forward(client)
+        model.eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 # TorchScript is deprecated, and there are programs that read nothing else
                 warnings.simplefilter("ignore")
                 if kind == ".ts":
-                    # a tuple would be several arguments
-                    traced = torch.jit.trace(model, (example,), strict=isinstance(example, Tensor))  # type: ignore[no-untyped-call]
-                    traced.save(str(path))
-                    return
-                n = torch.export.Dim("n", min=1)
-                rows = tree_map(lambda _: {0: n}, example)
-                program = torch.export.export(model, (example,), dynamic_shapes=(rows,))
-                if kind == ".pt2":
-                    torch.export.save(program, str(path))
+                    traced(model, example).save(str(path))
+                elif kind == ".pt2":
+                    torch.export.save(exported(model, example), str(path))
                 else:
                     # one file, where torch would write the weights into a second one; such a file has 2 GB at most
-                    torch.onnx.export(program, f=str(path), external_data=False, verbose=False)
+                    torch.onnx.export(exported(model, example), f=str(path), external_data=False, verbose=False)
         # torch raises many types for what it can't write
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
@@ -796,7 +804,7 @@ class ClientModule(LightningModule):
             own[name].copy_(tensor)
 
     def receive(self, personal: Mapping[str, Tensor], payload: Message, data: ClientData | None) -> None:
-        """Load a client's personal entries, then the server's payload; `become` tells the module which client it is.
+        """Load a client's personal entries, then the server's payload; `become` also gives the module the client's id.
 
         Args:
             personal: the client's personal entries, by name.
@@ -1055,18 +1063,49 @@ class Forward(nn.Module):
 
     Args:
         model: the client module.
+        outputs: its method from inputs to outputs; None takes its ``forward``.
     """
 
-    def __init__(self, model: ClientModule) -> None:
+    def __init__(self, model: ClientModule, outputs: Callable[[Any], Tensor] | None = None) -> None:
         super().__init__()
         self.net = model.net
         # a submodule would bring the Trainer's hooks along; the net's parameters are found by `net`
-        vars(self)["model"] = model
+        vars(self)["outputs"] = outputs or model
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         """Return the model's outputs."""
-        outputs: Tensor = vars(self)["model"](x)
+        outputs: Tensor = vars(self)["outputs"](x)
         return outputs
+
+
+def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+    """Return a module as a program of ``torch.export`` for any number of rows.
+
+    Args:
+        model: the module, from inputs to outputs.
+        example: inputs of two rows.
+    """
+    n = torch.export.Dim("n", min=1)
+    return torch.export.export(model, (example,), dynamic_shapes=(tree_map(lambda _: {0: n}, example),))
+
+
+def traced(model: nn.Module, example: Any) -> torch.jit.ScriptModule:
+    """Return a module as TorchScript.
+
+    Args:
+        model: the module, from inputs to outputs.
+        example: inputs of two rows.
+    """
+    # a tuple would be several arguments
+    trace = partial(torch.jit.trace, example_inputs=(example,), strict=isinstance(example, Tensor))
+    try:
+        made = trace(model)
+    except RuntimeError as error:
+        if "stateless" not in str(error):
+            raise
+        # TorchScript refuses `functional_call`, of which a program has the plain operators
+        made = trace(exported(model, example).module())
+    return cast(torch.jit.ScriptModule, made)
 
 
 @dataclass(frozen=True)

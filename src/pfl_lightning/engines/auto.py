@@ -161,7 +161,7 @@ class Auto(Engine):
 
     @torch.no_grad()
     def _looked_at(self, part: Samples) -> tuple[int, int]:
-        """Return the number of output values of all layers for one sample, and the steps of time of its longest LSTM.
+        """Return the number of output values of all layers for one sample, and the steps of time of the longest LSTM.
 
         Args:
             part: a client's samples.
@@ -173,6 +173,7 @@ class Auto(Engine):
             if isinstance(layer, nn.LSTM) and isinstance(output[0], Tensor):
                 steps.append(output[0].shape[1 if layer.batch_first and output[0].dim() == 3 else 0])
 
+        # one sample is enough: its length in time is that of all, as batches are tensors
         self.set_mode(training=False)
         with self.forward_context(), register_module_forward_hook(look):
             outputs = sum(tensor.numel() for tensor in tensors(outputs_of(self.module, part.take(slice(1)))))

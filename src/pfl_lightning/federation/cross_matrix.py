@@ -65,6 +65,7 @@ class CrossMatrix:
 
     def markdown(self) -> str:
         """Return a table in Markdown, each model's own client in bold."""
+        # the first column has the names
         places = {client: place for place, client in enumerate(self.clients, 1)}
         bold = {(at, places[model]) for at, model in enumerate(self.models, 1) if model in places}
         return markdown_table(self._cells(), bold)
@@ -128,6 +129,7 @@ def cross_matrix(
         raise MisconfigurationException(
             f"client {data.client_label(strangers[0])} is new and took no part in the run; leave it out of clients."
         )
+    # the record names it with its split, and users may do so as well
     name = federation.monitor.metric if metric is None else metric.removeprefix("test/")
     held: list[Any] = []
     values = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch as python_dispatch
 
 BatchNorm = batchnorm._BatchNorm
 """The base class of all BatchNorm layers. Layers of other packages derive from this class alone, so the public classes
@@ -44,6 +46,9 @@ level_of = _functorch.maybe_get_level
 outside_vmap = pyfunctorch.temporarily_clear_interpreter_stack
 """Leave all levels of ``vmap`` and ``grad`` inside this context, so that autograd sees the stacks."""
 
+update_flat_weights: Callable[[nn.RNNBase], None] | None = getattr(nn.RNNBase, "_update_flat_weights", None)
+"""Have a recurrent layer list exchanged weights anew, as each of its calls does; None for a torch without this."""
+
 copy_each = torch._foreach_copy_
 """Copy each tensor of the second list into that of the first, also of another type; on a GPU in one launch for many."""
 
@@ -53,6 +58,9 @@ run_backward = graph._engine_run_backward
 """Run a backward pass: the outputs, their factors, whether to keep the graph, whether to make one of the gradients, and
 the leaves; by keyword ``allow_unreachable`` and ``accumulate_grad``. Returns the leaves' gradients, or None for each
 that the outputs don't depend on."""
+
+DispatchMode = python_dispatch.TorchDispatchMode
+"""A context whose ``__torch_dispatch__`` sees each operation on tensors, those of the backward pass too."""
 
 GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
@@ -147,3 +155,14 @@ def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any
 
     context: AbstractContextManager[Any] = config.patch(dict(settings))
     return context
+
+
+def shapes_alone() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors have a shape, a type and a device, and no memory.
+
+    Operations on such tensors give others of their kind, outside of the context too, also beside ordinary tensors.
+    """
+    # imported here, as torch's symbolic mathematics below takes a third of a second
+    fake_tensor = import_module("torch._subclasses.fake_tensor")
+    mode: AbstractContextManager[Any] = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    return mode

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client import Batch, ClientSettings, Forward
 from pfl_lightning.messages import StateDict, tree_map
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.functional import loss_at, trainable
@@ -120,11 +120,25 @@ class APFL(PersonalNet, FedAvg):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of the mixture, or of the received model before the first training."""
+        outputs: Tensor = self.mixed(x) if self.has_personal else self.net(x)
+        return outputs
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """Return the outputs of the mixture.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
         outputs: Tensor
-        if not self.has_personal:
-            outputs = self.net(x)
-        elif self.mix == "outputs":
+        if self.mix == "outputs":
             outputs = self.alpha * self.personal(x) + (1 - self.alpha) * self.net(x)
         else:
-            outputs = functional_call(self.personal, self.mixture(self.alpha, trainable(self.personal)), (x,))
+            # by name and not by `requires_grad`, which an export takes from all parameters
+            entries = self.personal.named_parameters()
+            v: StateDict = {name: own for name, own in entries if f"personal.{name}" not in self.common_names}
+            outputs = functional_call(self.personal, self.mixture(self.alpha, v), (x,))
         return outputs
+
+    def predicting_module(self) -> nn.Module:
+        """Return the mixture, or the received model before the first training."""
+        return Forward(self, self.mixed) if self.has_personal else self.net

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_lightning.client import Batch, ClientSettings
 from pfl_lightning.client.common import common_parameters
@@ -81,6 +81,10 @@ class FedPHP(FedAvg):
         """Return the outputs of the history, or of the received model before the first training."""
         logits: Tensor = (self.history if self.taken_part else self.net)(x)
         return logits
+
+    def predicting_module(self) -> nn.Module:
+        """Return the history, or the received model before the first training."""
+        return self.history if self.taken_part else self.net
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mixture of cross-entropy and distillation from the history."""

@@ -1,13 +1,17 @@
 """FedProto: clients share class prototypes, and no weights."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pfl_lightning.client import Forward
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.feature_alignment import AlignmentSettings, FeatureAlignment
+from pfl_lightning.methods.functional import exact_squares, quick_squares
 from pfl_lightning.methods.local import Local
 from pfl_lightning.server import Aggregator, ClassMeans
 from pfl_lightning.settings import Unpack
@@ -42,16 +46,28 @@ class FedProto(FeatureAlignment, Local):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits by prototypes or by the classifier."""
+        return self.logits(x, exact_squares)
+
+    def logits(self, x: Tensor, squares: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return logits by prototypes or by the classifier.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+            squares: squared distances of features and prototypes.
+        """
         features: Tensor = self.net.features(x)
         logits: Tensor = self.net.classifier(features)
         if self.predict == "head":
             return logits
         known, vectors = self.prototypes.known, self.prototypes.vectors
         wide = torch.promote_types(vectors.dtype, torch.float32)
-        # a matrix product would be faster, but loses small distances between long vectors to rounding
-        distances = torch.cdist(features.to(wide), vectors.to(wide), compute_mode="donot_use_mm_for_euclid_dist")
+        distances = squares(features.to(wide), vectors.to(wide))
         # by `where` and not by `if`, so that many clients can run at once
-        return torch.where(known.any(), torch.where(known, -distances.square(), -torch.inf), logits)
+        return torch.where(known.any(), torch.where(known, -distances, -torch.inf), logits)
+
+    def predicting_module(self) -> nn.Module:
+        """Return the logits with distances that other programs compute too."""
+        return Forward(self, partial(self.logits, squares=quick_squares))
 
     def upload(self, data: ClientData) -> Message:
         """Return the client's prototypes, and class counts on request."""

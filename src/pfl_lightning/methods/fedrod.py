@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
-from pfl_lightning.client import ClientSettings
+from pfl_lightning.client import ClientSettings, Forward
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -84,8 +84,19 @@ class FedRoD(PersonalNet, FedAvg):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of both heads together, or of the generic head."""
-        features = self.net.features(x)
-        logits: Tensor = self.net.classifier(features)
-        if self.predict == "personal" and self.has_personal:
-            logits = logits + self.personal(features)
+        logits: Tensor = self.by_both(x) if self.predict == "personal" and self.has_personal else self.net(x)
         return logits
+
+    def by_both(self, x: Tensor) -> Tensor:
+        """Return the outputs of both heads together.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+        """
+        features = self.net.features(x)
+        logits: Tensor = self.net.classifier(features) + self.personal(features)
+        return logits
+
+    def predicting_module(self) -> nn.Module:
+        """Return both heads on the features, or the generic model."""
+        return Forward(self, self.by_both) if self.predict == "personal" and self.has_personal else self.net

@@ -105,7 +105,7 @@ class FedSR(FedAvg):
         """Return logarithms of the mean probabilities over the draws."""
         mu, sigma = self.distribution(x)
         z = mu + sigma * self.noise[:, None].to(mu)
-        logits: Tensor = self.net.classifier(z.flatten(0, 1)).view(len(self.noise), len(x), -1)
+        logits: Tensor = self.net.classifier(z.flatten(0, 1)).unflatten(0, (len(self.noise), -1))
         # in logarithms, since a mean of probabilities could round to 0
         return logits.log_softmax(2).logsumexp(0) - math.log(len(self.noise))
 

@@ -67,3 +67,32 @@ def within(part: str, entries: StateDict) -> StateDict:
         entries: entries of the net, by name.
     """
     return {name.removeprefix(part): entry for name, entry in entries.items() if name.startswith(part)}
+
+
+def exact_squares(h: Tensor, vectors: Tensor) -> Tensor:
+    """Return squared distances ``[n, m]`` of features.
+
+    Args:
+        h: ``[n, d]``.
+        vectors: ``[m, d]``.
+    """
+    # the faster mode by a matrix product loses small distances between long vectors to rounding
+    return torch.cdist(h, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def quick_squares(h: Tensor, vectors: Tensor) -> Tensor:
+    r"""Return squared distances ``[n, m]`` by a matrix product, which all export formats have.
+
+    .. math:: \lVert h - v \rVert^2 = \lVert h \rVert^2 - 2\, h^\top v + \lVert v \rVert^2
+
+    >>> quick_squares(torch.tensor([[1000.0, 0.0]]), torch.tensor([[1000.0, 0.01]]))
+    tensor([[0.0001]])
+
+    Args:
+        h: ``[n, d]``.
+        vectors: ``[m, d]``.
+    """
+    # in double precision, as the difference of large squares would lose small distances to rounding
+    wide, own = h.double(), vectors.double()
+    squares = wide.square().sum(1, keepdim=True) - 2 * wide @ own.T + own.square().sum(1)
+    return squares.clamp_min(0).to(h.dtype)

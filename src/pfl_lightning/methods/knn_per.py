@@ -1,16 +1,19 @@
 """kNN-Per: the global model's predictions, mixed with the targets of a client's nearest training samples."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
-from pfl_lightning.client import ClientSettings
+from pfl_lightning.client import ClientSettings, Forward
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
+from pfl_lightning.methods.functional import exact_squares, quick_squares
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import NextToken, Regression
 from pfl_lightning.tasks.base import number_of_classes
@@ -97,33 +100,69 @@ class KNNPer(FedAvg):
                 vectors, targets = vectors[counted], targets[counted]
             elif self.of_values:
                 targets = targets.view(len(targets), -1).to(vectors.dtype)
-            self.known = (vectors, targets) if len(vectors) else None
+            self.known = vectors, targets
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logarithms of the mixed probabilities, or mixed quantities; without training samples the model's."""
+        if self.known is None or not len(self.known[0]):
+            outputs: Tensor = self.net(x)
+            return outputs
+        rows = max(1, DISTANCES // len(self.known[0]))
+        return self.mixed(x, lambda h: joined([self.near(chunk, exact_squares) for chunk in torch.split(h, rows)]))
+
+    def predicting_module(self) -> nn.Module:
+        """Return the mixture, with the features and targets of the client's training samples in it.
+
+        Raises:
+            MisconfigurationException: if the module hasn't met the client's samples.
+        """
+        if self.share and self.known is None:
+            raise MisconfigurationException(
+                f"model KNNPer predicts with share={self.share} by the client's training samples, and this module "
+                "has none, as a checkpoint keeps no samples; export trainer.client(NAME), with the run's data."
+            )
+        if self.known is None or not len(self.known[0]):
+            return self.net
+        # all rows at once: formats for other programs have no loop over chunks
+        return Forward(self, partial(self.mixed, near=partial(self.near, squares=quick_squares)))
+
+    def mixed(self, x: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return logarithms of the mixed probabilities, or mixed quantities.
+
+        Args:
+            x: inputs ``[n, *input_shape]``.
+            near: from features ``[n, d]`` to the neighbours' part ``[n, outputs]``.
+        """
         features = self.net.features(x)
         outputs: Tensor = self.net.classifier(features)
-        if self.known is None:
-            return outputs
-        h, vectors = features.flatten(0, -2), self.known[0]
-        rows = max(1, DISTANCES // len(vectors))
-        near = joined([self._near(chunk) for chunk in h.split(rows)]).view_as(outputs)
+        near_outputs = near(features.flatten(0, -2)).view_as(outputs)
         own = outputs if self.of_values else outputs.softmax(-1 if self.by_position else 1)
-        mixed: Tensor = self.share * near + (1 - self.share) * own
+        mixed: Tensor = self.share * near_outputs + (1 - self.share) * own
         # log of 0 is -infinity, which would make losses infinite
         return mixed if self.of_values else mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()
 
-    def _near(self, h: Tensor) -> Tensor:
-        """Return what the neighbours of features ``[n, d]`` say, ``[n, outputs]``."""
+    def near(self, h: Tensor, squares: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the mean of the neighbours' targets, ``[n, outputs]``.
+
+        Args:
+            h: features ``[n, d]``.
+            squares: squared distances of features.
+        """
         assert self.known is not None
         vectors, targets = self.known
-        rows, weights = nearest(h, vectors, self.neighbours, self.scale)
+        rows, weights = nearest(h, vectors, self.neighbours, self.scale, squares)
         if self.of_values:
             return (weights[:, :, None] * targets[rows]).sum(1)
         return shares(weights, targets[rows], self.task.outputs)
 
 
-def nearest(h: Tensor, vectors: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor]:
+def nearest(
+    h: Tensor,
+    vectors: Tensor,
+    count: int,
+    scale: float,
+    squares: Callable[[Tensor, Tensor], Tensor] = exact_squares,
+) -> tuple[Tensor, Tensor]:
     """Return rows ``[n, k]`` and weights ``[n, k]`` of the nearest samples; weights of a query have the sum 1.
 
     Args:
@@ -131,10 +170,9 @@ def nearest(h: Tensor, vectors: Tensor, count: int, scale: float) -> tuple[Tenso
         vectors: features of training samples ``[m, d]``.
         count: number of neighbours; k is at most m.
         scale: s.
+        squares: squared distances of features.
     """
-    # the faster mode by a matrix product loses small distances to rounding
-    squares = torch.cdist(h, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
-    least, rows = squares.topk(min(count, len(vectors)), dim=1, largest=False)
+    least, rows = squares(h, vectors).topk(min(count, len(vectors)), dim=1, largest=False)
     # softmax subtracts the least distance, before all exponentials could vanish
     return rows, (-least / (h.shape[1] * scale)).softmax(1)
 
@@ -151,4 +189,4 @@ def shares(weights: Tensor, labels: Tensor, classes: int) -> Tensor:
         classes: C.
     """
     # no array of neighbours by classes, which a vocabulary would make large
-    return weights.new_zeros(len(weights), classes).scatter_add(1, labels, weights)
+    return weights.new_zeros(weights.shape[0], classes).scatter_add(1, labels, weights)

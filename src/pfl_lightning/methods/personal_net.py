@@ -38,6 +38,10 @@ class PersonalNet(ClientModule):
         logits: Tensor = (self.personal if self.has_personal else self.net)(x)
         return logits
 
+    def predicting_module(self) -> nn.Module:
+        """Return the personal net, or the received one before the first training."""
+        return self.personal if self.has_personal else self.net
+
     def adapter_state(self) -> StateDict:
         """Return the adapters of the personal net, or nothing before the first training."""
         return dict(self.personal.named_parameters()) if self.has_personal else {}

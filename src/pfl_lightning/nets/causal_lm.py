@@ -12,7 +12,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from pfl_lightning.internals.of_torch import has_hooks, is_wrapped
 from pfl_lightning.nets.base import Net
+from pfl_lightning.nets.chunked_logits import ChunkedLogits
 from pfl_lightning.nets.modes import kept_modes
 
 DType = Literal["float32", "bfloat16"]
@@ -60,6 +62,9 @@ class CausalLM(Net):
         gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
             ``vectorised`` doesn't allow it.
         quantize: frozen weights in 8 or 4 bits, by bitsandbytes.
+        chunk_tokens: positions whose logits exist at once in training, such as 1024, for less memory with large
+            vocabularies; None computes the logits of a whole batch. The loss is the same. Engine ``vectorised`` doesn't
+            allow it.
 
     Raises:
         MisconfigurationException: if there is no such model, it doesn't fit the data, a setting is none of its
@@ -78,12 +83,18 @@ class CausalLM(Net):
         attention: Attention = "sdpa",
         gradient_checkpointing: bool = False,
         quantize: Bits | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         check_choices(dtype=(dtype, DType), attention=(attention, Attention), quantize=(quantize, Bits))
         if quantize is not None and lora is None:
             raise MisconfigurationException(
                 f"model.net.quantize={quantize} freezes all weights, and model.net.lora=null has no adapters to train; "
                 "give lora, such as {r: 8}."
+            )
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+            raise MisconfigurationException(
+                f"model.net.chunk_tokens={chunk_tokens!r} must be a number of positions, at least 1, such as 1024, or "
+                "null for all of a batch."
             )
         loaded = load(model, dtype, attention, quantize)
         check_sizes(loaded.config, model, input_shape, num_classes)
@@ -96,7 +107,8 @@ class CausalLM(Net):
         else:
             loaded.requires_grad_(True)
         super().__init__(
-            Body(loaded.base_model, attention == "eager"), Logits(loaded.get_output_embeddings(), num_classes)
+            Body(loaded.base_model, attention == "eager"),
+            Logits(loaded.get_output_embeddings(), num_classes, chunk_tokens),
         )
         # past nn.Module: as a submodule it would give each entry of the `state_dict` a second name
         vars(self)["adapted"] = adapted
@@ -145,6 +157,8 @@ class Body(nn.Module):
         inputs = {"input_ids": x} if isinstance(x, Tensor) else x
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
+        if self.training and torch.is_grad_enabled() and self.computes_again:
+            check_own_weights(self)
         positions = inputs.get("position_ids")
         # a mask for all layers leaves no layer a shorter window
         whole = self.window is None or inputs["input_ids"].shape[-1] <= self.window
@@ -152,6 +166,11 @@ class Body(nn.Module):
             inputs = {**inputs, "attention_mask": self.mask(positions)}
         hidden: Tensor = self.layers(**inputs, use_cache=False).last_hidden_state
         return hidden
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return any(getattr(layer, "gradient_checkpointing", False) is True for layer in self.layers.modules())
 
     def mask(self, positions: Tensor) -> Tensor:
         """Return the mask ``[n, 1, T, T]`` by which tokens see earlier ones of their own text.
@@ -169,25 +188,49 @@ class Body(nn.Module):
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
+def check_own_weights(body: nn.Module) -> None:
+    """Refuse methods with other weights in layers computed again in the backward pass.
+
+    Args:
+        body: the layers.
+
+    Raises:
+        MisconfigurationException: if one has: they would be gone by then, and gradients wrong.
+    """
+    if not all(isinstance(parameter, nn.Parameter) for parameter in body.parameters()):
+        raise MisconfigurationException(
+            "model.net.gradient_checkpointing=true computes layers again in the backward pass, and the method has "
+            "weights beside the net's own, as FedDPA, FedALT and FedExLoRA have; set false, or take another method, "
+            "such as FedIT or FedSALoRA."
+        )
+
+
 class Logits(nn.Module):
     """A language model's output layer, for the tokens of the task.
 
     Args:
         output: the layer, which may have adapters.
         tokens: number of tokens of the task.
+        chunk_tokens: positions of a chunk in training; None has no chunks.
     """
 
-    def __init__(self, output: nn.Module, tokens: int) -> None:
+    def __init__(self, output: nn.Module, tokens: int, chunk_tokens: int | None = None) -> None:
         super().__init__()
         self.output = output
         self.tokens = tokens
+        self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[n, T, tokens]``, in single precision at least.
+        """Return logits ``[n, T, tokens]``, in single precision at least; in training by chunks if there are some.
 
         Args:
             hidden: hidden states ``[n, T, d]``.
         """
+        # chunks are of three dimensions less one, so that they come back here for their own logits
+        if self.chunk_tokens and hidden.dim() > 2 and self.training and torch.is_grad_enabled():
+            # what is computed again in the backward pass has neither hooks of a method nor transforms of torch
+            if not is_wrapped(hidden) and not any(map(has_hooks, self.modules())):
+                return ChunkedLogits(self, hidden, self.chunk_tokens)  # type: ignore[return-value]
         logits: Tensor = self.output(hidden)[..., : self.tokens]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -235,9 +278,13 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
         options["quantization_config"] = transformers.BitsAndBytesConfig(**{f"load_in_{quantize}": True})
     folder = local_folder(model, "model.net.model")
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **options
-        )
+        if is_weightless() and quantize is None:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded = transformers.AutoModelForCausalLM.from_config(config, **options)
+        else:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **options
+            )
     # transformers raises many types, its own ones and those of the packages below
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -249,6 +296,11 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
     loaded.name_or_path = model
     # a layer that is given in evaluation mode stays there, and has no dropout
     return loaded.train()
+
+
+def is_weightless() -> bool:
+    """Return whether nets are built on the device ``meta``, for their shapes alone."""
+    return torch.get_default_device().type == "meta"
 
 
 def local_folder(name: str, setting: str) -> str:
@@ -348,6 +400,8 @@ def check_head(net: CausalLM, whole: nn.Module, model: str) -> None:
     Raises:
         MisconfigurationException: if the net's logits aren't those of the model.
     """
+    if is_weightless():
+        return
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(net.parameters()).device)
     with kept_modes(whole), torch.no_grad():
         whole.eval()

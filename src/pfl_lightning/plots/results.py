@@ -91,6 +91,7 @@ class Results:
 
         A run's folder keeps no predictions.
         """
+        # columns may differ by client, such as under classes of its own
         rows: list[dict[str, Any]] = []
         for client, made in self._predictions.items():
             columns = made.columns()
@@ -100,7 +101,7 @@ class Results:
 
     @property
     def metric(self) -> str:
-        """The column of the validation metric that selects the best round, such as ``val/acc``."""
+        """The column of the validation metric behind the best round, such as ``val/acc``."""
         if monitor := self.summary.get("monitor"):
             return f"val/{Monitor(**monitor).metric}"
         # before the end the record alone tells, by the column of the worst client
@@ -144,6 +145,7 @@ class Results:
         text = f"<pre>{escape(repr(self))}</pre>"
         if not any(row.get(self.metric) not in (None, "") for row in self.rows):
             return text
+        # within the page, as a notebook may be sent on without its folder
         buffer = io.BytesIO()
         self.plot().savefig(buffer, format="png", dpi=80)
         drawn = base64.b64encode(buffer.getvalue()).decode()
@@ -185,6 +187,7 @@ def number(text: str) -> Any:
     """Return a cell's number, truth value, or the text itself."""
     if text in ("True", "False"):
         return text == "True"
+    # whole numbers first, as a round or a count stays one
     for kind in (int, float):
         try:
             return kind(text)

@@ -255,6 +255,11 @@ class DPSGD(ConfiguredStage):
                 f"{OWNER} takes the gradient of each sample by itself, and model.net.gradient_checkpointing=true "
                 "computes layers again for a whole batch; take false."
             )
+        if any(getattr(layer, "chunk_tokens", None) for layer in client.modules()):
+            raise MisconfigurationException(
+                f"{OWNER} takes the gradient of each sample by itself, and model.net.chunk_tokens computes logits "
+                "again for a whole batch; take null."
+            )
         if smallest_batch(client) > 1:
             raise MisconfigurationException(
                 f"{OWNER} bounds what each sample does, and model.net={type(client.net).__name__} has BatchNorm, where "

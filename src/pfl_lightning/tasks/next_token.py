@@ -1,6 +1,7 @@
 """Prediction of the next token at each position of a text."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,6 +10,18 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from pfl_lightning.tasks.base import Ratio, Reduction, Task, check_range, check_shape, described, log_mean
+
+
+class Positions(Protocol):
+    """Logits in another form than a tensor, such as in chunks, with the errors at each position."""
+
+    def errors(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Return the cross-entropy at each position ``[n, T]``, 0 at ignored ones.
+
+        Args:
+            target: token numbers ``[n, T]``.
+            ignore_index: target of positions that don't count.
+        """
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,11 @@ class NextToken(Task):
         """Number of logits per position."""
         return self.vocabulary
 
-    def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+    def loss(self, outputs: Tensor | Positions, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of the counted positions; see `Task.loss`."""
+        if not isinstance(outputs, Tensor):
+            total = outputs.errors(target, self.ignore_index).sum()
+            return total / self.weight(target) if reduction == "mean" else total
         # cross_entropy wants classes in the second dimension: flat positions spare a transposed copy of all logits
         flat = outputs.flatten(0, -2), target.flatten()
         return F.cross_entropy(*flat, ignore_index=self.ignore_index, reduction=reduction)

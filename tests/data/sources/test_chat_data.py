@@ -1,5 +1,6 @@
 """Conversations, of files that are written here, with a tokenizer of twenty words."""
 
+import csv
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from command import QUIET, pfl, refusal
+from pfl_lightning.callbacks.generation_samples import continued
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, ChatData
 
@@ -79,6 +81,67 @@ def test_targets_are_the_answers_one_position_on(tokenizer, template):
     assert list(pool.client) == ["Bonn", "Ulm", "Bonn"]
     assert data.input_shape == (1024,) and data.task.vocabulary == len(WORDS)
     assert data.head_lines == [("texts", "3 conversations, 11 of 34 tokens count")]
+
+
+def test_words_before_an_answer_do_not_count_where_a_template_has_no_prompt_for_it(tokenizer):
+    silent = BARE[: BARE.index("{% if add_generation_prompt")]
+    _, pool = loaded(ROWS[:1], tokenizer, chat_template=silent)
+    tokens = numbers(WHOLE)
+    assert pool.y[0].tolist() == [token if i in ANSWERS else -100 for i, token in enumerate(tokens)][1:]
+
+
+def byte_tokenizer(*marks):
+    """A token a byte, and some marks; its end is ``</s>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>")
+    made.add_special_tokens({"additional_special_tokens": list(marks)})
+    return made
+
+
+SAID = {
+    "plain": ("### User:\nhi\n\n### Assistant:\n", "yes</s>", "\n### User:\nno\n\n### Assistant:\n", "bad</s>"),
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nhi\n\n### Response:\n",
+        *("yes</s>", "\n\n### Instruction:\nno\n\n### Response:\n", "bad</s>"),
+    ),
+    "vicuna": (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions. USER: hi ASSISTANT:",
+        *(" yes</s>", "USER: no ASSISTANT:", " bad</s>"),
+    ),
+    "chatml": (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        *("yes<|im_end|>", "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n", "bad<|im_end|>"),
+    ),
+}
+"""What templates write: other text and answers in turn."""
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_templates_by_name_write_texts_and_mark_answers(name):
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    data, pool = loaded([{"messages": turns("hi", "yes", "no", "bad"), "client": 0}], tokenizer, chat_template=name)
+    tokens, counts = [], []
+    for part, text in enumerate(SAID[name]):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens, counts = tokens + ids, counts + [part % 2 == 1] * len(ids)
+    # white space behind the last answer is no target
+    size = len(tokens) - 1
+    assert pool.x[0].tolist()[:size] == tokens[:-1]
+    expected = [token if is_counted else -100 for token, is_counted in zip(tokens, counts, strict=True)][1:]
+    assert pool.y[0].tolist() == expected + [-100] * (pool.y.shape[1] - size)
+    assert tokenizer.decode(data.encode("hi")) == SAID[name][0]
+
+
+def test_chatml_needs_its_marks():
+    with pytest.raises(MisconfigurationException, match=r"chatml needs .*im_end.*alpaca"):
+        ChatData(ROWS, byte_tokenizer(), chat_template="chatml")
 
 
 def test_all_tokens_can_count(tokenizer):
@@ -362,3 +425,31 @@ def test_a_command_refuses_a_method_whose_models_are_no_adapters(tokenizer, tmp_
     checkpoint = fitted("FedALT", tokenizer, 1)
     assert refusal(f"adapters {checkpoint} adapters", capsys).startswith("model=FedALT ")
     assert not Path("adapters").exists()
+
+
+def test_prompts_are_answered_by_each_client_with_the_base_loaded_once_for_all(tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="needs the extra lm")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = fitted("FedSALoRA", tokenizer, 2)
+    Path("prompts.txt").write_text("hi there\nyou\n")
+    kind, loads = transformers.AutoModelForCausalLM, []
+    load = kind.from_pretrained
+    monkeypatch.setattr(
+        kind, "from_pretrained", lambda *args, **settings: loads.append(args) or load(*args, **settings)
+    )
+    answers = {}
+    for clients in ("all", "Ulm"):
+        loads.clear()
+        with pytest.raises(SystemExit) as ended:
+            pfl(f"predict --ckpt_path {checkpoint} --client {clients} --data prompts.txt --out {clients}.csv")
+        assert not ended.value.code
+        # one for the configuration's own model, and one for all clients
+        assert len(loads) == 2
+        with Path(f"{clients}.csv").open(newline="") as file:
+            answers[clients] = [list(row.values()) for row in csv.DictReader(file)]
+    assert [row[0] for row in answers["all"]] == ["Bonn", "Bonn", "Ulm", "Ulm"]
+    # the client before leaves nothing behind
+    assert answers["all"][2:] == answers["Ulm"]
+    model, data = ClientModule.load_from_checkpoint(checkpoint, client="Bonn"), ChatData(ROWS, tokenizer)
+    made = continued(model, data.encode("you"), 64, model.input_shape[0], data.end_tokens)
+    assert answers["all"][1][1:] == ["you", data.decode(made)]

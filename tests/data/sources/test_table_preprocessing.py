@@ -13,8 +13,9 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, StandardScaler
 
-from command import QUIET, pfl, summary
+from command import QUIET, pfl, refusal, summary
 from federations import fit, make_trainer
+from pfl_lightning.cli import predict
 from pfl_lightning.cli.predict import read_rows
 from pfl_lightning.data import Column, Preprocessing, TableData
 from pfl_lightning.data.preprocessing import fitted_numbers
@@ -612,3 +613,83 @@ def test_the_command_line_takes_it_from_a_file_and_in_words(tmp_path, monkeypatc
         f"--ckpt_path last --trainer.max_rounds 2 {QUIET}"
     )
     assert summary("FedAvg-TableData/version_1")["final"]["round"] == 2
+
+
+def numbers(*sites, **more):
+    """Return a table of hospitals with two columns of numbers, one of texts, and further ones."""
+    drawn = np.random.default_rng(3)
+    count = 40 * len(sites)
+    table = pandas.DataFrame({"age": drawn.normal(50, 10, count), "bmi": drawn.normal(25, 3, count)})
+    table["ward"] = drawn.choice(["eyes", "heart"], count)
+    own = {"ill": np.where(table["age"] > 50, "yes", "no"), "site": np.repeat(sites, 40)}
+    return table.assign(**own | more)
+
+
+@pytest.mark.parametrize("by", ["table", "client"])
+def test_a_late_table_has_a_column_more_or_fewer(by, tmp_path):
+    settings = {"client": "site", "preprocessing": Preprocessing(by=by)}
+    task = Classification(2)
+    first = TableData(numbers("Bremen", "Ulm"), "ill", task, **settings)
+    first.setup()
+    torch.save(MINIMAL | {"TableData": first.state_dict()}, tmp_path / "last.ckpt")
+    settings["fitted"] = tmp_path / "last.ckpt"
+    late = numbers("Jena")
+    same = TableData(late, "ill", task, **settings)
+    more = TableData(late.assign(pulse=70, hair="red"), "ill", task, **settings)
+    same.setup()
+    with pytest.warns(UserWarning, match="no inputs of the federation: pulse, hair"):
+        more.setup()
+    for split in ("train", "test"):
+        assert torch.equal(same.part(0, split).x, more.part(0, split).x)
+    with pytest.raises(MisconfigurationException, match=r"no column 'bmi'.*data\.fill_missing_columns=true"):
+        TableData(late.drop(columns="bmi"), "ill", task, **settings)
+    fewer = TableData(late.drop(columns=["bmi", "ward"]), "ill", task, **settings, fill_missing_columns=True)
+    with pytest.warns(UserWarning) as told:
+        fewer.setup()
+    assert any("has no column bmi, ward" in str(each.message) for each in told)
+    # filled by the federation's median under `table`; without any value of its own under `client`
+    median = (
+        (first.preprocessing["numbers"]["bmi"]["fill"] - first.preprocessing["numbers"]["bmi"]["center"])
+        / (first.preprocessing["numbers"]["bmi"]["width"])
+        if by == "table"
+        else 0.0
+    )
+    x = fewer.part(0, "train").x
+    assert fewer.preprocessing["inputs"] == ["age", "bmi", "ward=eyes", "ward=heart"]
+    assert torch.allclose(x[:, 1], torch.tensor(median)) and not x[:, 2:].any()
+    assert torch.equal(x[:, 0], same.part(0, "train").x[:, 0])
+
+
+def test_missing_columns_are_filled_only_with_values_for_gaps():
+    with pytest.raises(MisconfigurationException, match=r"fill_missing_columns=true .*data\.preprocessing"):
+        TableData(numbers("Ulm"), "ill", Classification(2), client="site", fill_missing_columns=True)
+    named = TableData(
+        numbers("Ulm", "Jena").drop(columns="bmi"),
+        "ill",
+        Classification(2),
+        features=["age", "bmi"],
+        client="site",
+        preprocessing=Preprocessing(by="client"),
+        fill_missing_columns=True,
+    )
+    with pytest.warns(UserWarning, match="no column bmi"):
+        named.setup()
+    # as at a site, which fits by its own rows
+    assert named.preprocessing["inputs"] == ["age", "bmi"] and not named.part(0, "train").x[:, 1].any()
+
+
+def test_predict_and_join_take_rows_with_other_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    numbers("Bremen", "Ulm").to_csv("hospitals.csv", index=False)
+    numbers("Jena", pulse=70, ward="eyes").drop(columns="bmi").to_csv("late.csv", index=False)
+    numbers("Ulm").drop(columns="bmi").head(3).to_csv("fewer.csv", index=False)
+    data = "--data TableData --data.path hospitals.csv --data.target ill --data.client site --data.preprocessing auto"
+    task = "--data.task Classification --data.task.num_classes 2 --model FedPer --model.net MLP"
+    pfl(f"fit {data} {task} --trainer.max_rounds 1 {QUIET}")
+    assert "no column 'bmi'" in refusal("predict --client Ulm --data fewer.csv", capsys)
+    assert predict.main("--client Ulm --data fewer.csv --fill_missing_columns".split()) == 0
+    assert len(pandas.read_csv("predictions.csv")) == 3
+    assert "no column 'bmi' in late.csv, which has pulse" in refusal("join --data late.csv", capsys)
+    with pytest.warns(UserWarning, match="no inputs of the federation: pulse"):
+        pfl("join --data late.csv --data.fill_missing_columns true")
+    assert predict.main("--client Jena --data fewer.csv --fill_missing_columns".split()) == 0

@@ -16,8 +16,8 @@ from pfl_lightning.data.checks import check_integers
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData
-from pfl_lightning.data.sources.columns import check_column, package
-from pfl_lightning.data.sources.hf_data import local_dataset
+from pfl_lightning.data.sources.columns import SPLITS, check_column, package
+from pfl_lightning.data.sources.hf_data import SAVED, local_dataset
 from pfl_lightning.nets.causal_lm import local_folder
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import NextToken
@@ -56,10 +56,35 @@ PLAIN = (
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 """A chat template without tokens of its own, for tokenizers of models that were trained on plain texts."""
-SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files in the folder of a saved ``datasets.Dataset``, one of them at least."""
-SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
-"""Names of files that tell splits, which aren't taken for clients."""
+# a newline behind a block would be lost, so that it is a text of its own
+ALPACA = (
+    "{% if messages[0]['role'] != 'system' %}Below is an instruction that describes a task. Write a response that "
+    "appropriately completes the request.\n\n{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] }}\n\n"
+    "{% elif message['role'] == 'user' %}### Instruction:\n{{ message['content'] }}\n\n"
+    "{% else %}### Response:\n{% generation %}{{ message['content'] }}{{ eos_token or '' }}{% endgeneration %}"
+    "{{ '\n\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+"""The template of Stanford Alpaca, https://github.com/tatsu-lab/stanford_alpaca."""
+VICUNA = (
+    "{% if messages[0]['role'] != 'system' %}A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. {% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] }} "
+    "{% elif message['role'] == 'user' %}USER: {{ message['content'] }} "
+    "{% else %}ASSISTANT:{% generation %} {{ message['content'] }}{{ eos_token or '' }}{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""The template of Vicuna 1.1, https://github.com/lm-sys/FastChat; the space before an answer belongs to its tokens."""
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The template ChatML, for tokenizers with its two marks, ``<|im_start|>`` and ``<|im_end|>``."""
+TEMPLATES = {"plain": PLAIN, "alpaca": ALPACA, "vicuna": VICUNA, "chatml": CHATML}
+"""Chat templates by name."""
+MARKS = ("<|im_start|>", "<|im_end|>")
+"""Tokens of ChatML."""
 AT_ONCE = 1000
 """Conversations that are tokenized in one call."""
 
@@ -102,7 +127,8 @@ class ChatData(OwnedData):
         loss_on: tokens that count, the ``assistant``'s or ``all``.
         packing: put several conversations of a client into a sample, as many as fit. Inputs are then a dict of
             ``input_ids`` and ``position_ids``, which begin at 0 in each conversation.
-        chat_template: a template in Jinja, a file with one, or ``plain`` for `PLAIN`; None takes the tokenizer's.
+        chat_template: a template in Jinja, a file with one, or ``plain``, ``alpaca``, ``vicuna`` or ``chatml``; None
+            takes the tokenizer's.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
@@ -291,7 +317,10 @@ class ChatData(OwnedData):
             until = self._written(conversation[: place + 1], row)
             # the first message has no prompt before it, which templates refuse to write
             before = self._written(conversation[:place], row, add_generation_prompt=True) if place else ""
-            begin = len(before) if place else max(until.find(message["content"].strip()), 0)
+            begin = len(before)
+            # without a prompt for the answer, the template's words between it and the question are no part of it
+            if not place or before == self._written(conversation[:place], row):
+                begin = max(until.find(message["content"].strip(), begin), begin)
             if not until.startswith(before) or not whole.startswith(until):
                 raise MisconfigurationException(
                     f"{row}: the chat template writes an answer in another way once messages follow, and has no "
@@ -400,18 +429,25 @@ def template_of(tokenizer: Any, given: str | None) -> str:
 
     Args:
         tokenizer: the tokenizer, whose own template is taken without another one.
-        given: the template, a file with one, ``plain``, or None.
+        given: the template, a file with one, a name of `TEMPLATES`, or None.
 
     Raises:
-        MisconfigurationException: if there is none.
+        MisconfigurationException: if there is none, or the tokenizer lacks its marks.
     """
-    if given == "plain":
-        return PLAIN
+    if given in TEMPLATES:
+        # a mark of several tokens would be cut like other words, and no answer would end by it
+        if given == "chatml" and (lacking := set(MARKS) - tokenizer.get_vocab().keys()):
+            raise MisconfigurationException(
+                f"data.chat_template=chatml needs a tokenizer with the token {min(lacking)}, which data.tokenizer "
+                "lacks; take alpaca, vicuna or plain."
+            )
+        return TEMPLATES[given]
     # a template without a brace would write the same text for all conversations
     if given is not None and "{" not in given:
         if not Path(given).is_file():
             raise MisconfigurationException(
-                f"data.chat_template={given!r} is neither a template in Jinja, nor a file, nor plain"
+                f"data.chat_template={given!r} is neither a template in Jinja, nor a file, nor one of "
+                f"{', '.join(TEMPLATES)}"
             )
         return Path(given).read_text(encoding="utf-8")
     try:

@@ -143,7 +143,7 @@ class ClientDatasets(OwnedData):
         task: Task = OwnLoss(),  # noqa: B008 - immutable
         **kwargs: Any,
     ) -> "ClientDatasets":
-        """Return the data of clients with a LightningDataModule each, of which the loaders' Datasets are taken.
+        """Return the data of clients with a LightningDataModule each: their loaders' Datasets.
 
         ``prepare_data`` and ``setup`` of each are called here. Batch size, ``drop_last``, ``collate_fn`` and workers
         are those of the loaders, which all clients share; the largest ``num_workers`` counts. `to_predict` has the

@@ -66,10 +66,12 @@ def read_modules(modules: Mapping[Any, LightningDataModule] | Sequence[Lightning
     settings = {
         "batch_size": common(trained, "batch_size", lambda loader: loader.batch_size),
         "last_batch": "drop" if common(trained, "drop_last", lambda loader: loader.drop_last) else "keep",
+        # workers change no number, so that clients may differ
         "num_workers": max(loader.num_workers for loader in trained.values()),
     }
     used = {(client, part): loader for client, own in loaders.items() for part, loader in own.items()}
     collate = common(used, "collate_fn", lambda loader: loader.collate_fn)
+    # torch's default makes the tensors that a federation holds anyway
     settings["collate_fn"] = None if collate is default_collate else collate
     datasets = {
         client: {part: loader.dataset for part, loader in own.items() if part != "predict"}
@@ -101,18 +103,19 @@ def loaders_of(client: Any, module: LightningDataModule) -> dict[str, Any]:
     if "train" not in there:
         raise MisconfigurationException(f"{whose}, has no train_dataloader; give one, or leave the client out.")
     module.prepare_data()
+    # as Lightning's Trainer would, each stage once; "fit" also sets up validation
     for stage in ("fit", *(part for part in ("test", "predict") if part in there)):
         module.setup(stage)
     return {part: checked_loader(f"{whose}: {LOADERS[part]}", getattr(module, LOADERS[part])(), part) for part in there}
 
 
 def is_own(module: LightningDataModule, name: str) -> bool:
-    """Return whether a module has a method of its own, of its class or as ``from_datasets`` sets it."""
+    """Return whether a module's class overrides a method, or ``from_datasets`` has set one."""
     return name in vars(module) or getattr(type(module), name) is not getattr(LightningDataModule, name)
 
 
 def checked_loader(name: str, loader: Any, part: str) -> Any:
-    """Return a loader whose Dataset is all that matters beside the settings common to all clients.
+    """Return a loader of a Dataset, for the settings common to all clients.
 
     Args:
         name: the loader's name in messages.

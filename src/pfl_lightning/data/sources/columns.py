@@ -1,5 +1,6 @@
 """Columns of a table: choice by name, reading, conversion to numbers, and checks."""
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -25,6 +26,10 @@ NAMELESS = "Unnamed: "
 
 SHOWN = 8
 """Largest number of names in a line or a message."""
+OWNER = "client, by its file"
+"""Column of each row's client, where a folder has one table for each client."""
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
+"""Names of files that hold splits, in lower case, where files are named by clients."""
 
 
 def chosen_columns(
@@ -152,12 +157,16 @@ def has_rows(path: Any, csv: dict[str, str]) -> bool:
     """
     if not isinstance(path, Path):
         return len(path) > 0
+    if path.is_dir():
+        return all(has_rows(file, csv) for file in client_files(path).values())
     if path.suffix == ".parquet":
         return bool(package("pyarrow.parquet", "tables", "TableData").read_metadata(path).num_rows)
     return len(package("pandas", "tables", "TableData").read_csv(path, **csv, nrows=1)) > 0
 
 
-def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], texts: Collection[str] = ()) -> Any:
+def read_table(
+    path: Any, columns: Sequence[str] | None, csv: dict[str, str], texts: Collection[str] = (), fills: bool = False
+) -> Any:
     """Read columns of a table.
 
     Args:
@@ -165,6 +174,7 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], te
         columns: names of the columns; None reads no row, and returns the names of all columns.
         csv: settings of ``pandas.read_csv``.
         texts: columns of a CSV file whose cells stay texts, also if they look like numbers.
+        fills: whether a column that one of a folder's files lacks is a gap in its rows.
 
     Returns:
         A data frame with rows numbered from 0, or names.
@@ -185,6 +195,8 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], te
         return table
     if not isinstance(path, Path):
         raise MisconfigurationException(f"data.path is a {type(path).__name__}; give a file, or a pandas data frame")
+    if path.is_dir():
+        return read_folder(path, columns, csv, texts, fills)
     if path.suffix not in (".csv", ".parquet"):
         raise MisconfigurationException(f"data.path={str(path)!r} must be a .csv or .parquet file")
     if csv != {"decimal": ".", "sep": ","} and path.suffix == ".parquet":
@@ -222,7 +234,81 @@ def read_table(path: Any, columns: Sequence[str] | None, csv: dict[str, str], te
         raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
 
 
-def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Collection[str]) -> tuple[Any, str]:
+def client_files(path: Path) -> dict[str, Path]:
+    """Return the tables of a folder with one for each client, by the client's name.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        MisconfigurationException: if there is no table, two of one client, or one is named like a split.
+    """
+    files = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet") and file.name[0] != "."]
+    owner = f"data.path={str(path)!r}"
+    if not files:
+        raise MisconfigurationException(
+            f"{owner} is a folder without tables; give one with a CLIENT.csv for each client"
+        )
+    if len(endings := {file.suffix for file in files}) > 1:
+        raise MisconfigurationException(f"{owner} has files of {' and '.join(sorted(endings))}; give files of one kind")
+    if named := [file.name for file in files if file.stem.lower() in SPLITS]:
+        raise MisconfigurationException(
+            f"{owner} has {named[0]}, and each file of such a folder is a client's; name files by clients, and "
+            "splits by a column, as in data.split_column=split"
+        )
+    return {file.stem: file for file in files}
+
+
+def read_folder(
+    path: Path, columns: Sequence[str] | None, csv: dict[str, str], texts: Collection[str], fills: bool
+) -> Any:
+    """Read columns of the tables in a folder with one for each client, as `read_table`; `OWNER` has the clients' names.
+
+    Raises:
+        MisconfigurationException: if a table lacks a column.
+    """
+    pandas = package("pandas", "tables", "TableData")
+    files = client_files(path)
+    there = {name: column_names(file, csv) for name, file in files.items()}
+    if columns is None:
+        return [*dict.fromkeys(column for names in there.values() for column in names), OWNER]
+    wanted = [column for column in columns if column != OWNER]
+    for name, names in there.items():
+        for column in wanted:
+            if column not in names and not fills:
+                other = next(files[each].name for each in there if column in there[each])
+                raise MisconfigurationException(
+                    f"data.path={str(path)!r}: {files[name].name} has no column {column!r}, as {other} has; add the "
+                    "column, name those of all files in data.features, or set data.fill_missing_columns=true"
+                )
+
+    def part(name: str, kept: Collection[str]) -> Any:
+        own = [column for column in wanted if column in there[name]]
+        return read_table(files[name], own, csv, [column for column in kept if column in own]).reindex(columns=wanted)
+
+    parts = {name: part(name, texts) for name in files}
+    # texts in one file and numbers in another: as one table, cells such as 01 stay texts in both
+    mixed = [
+        column
+        for column in wanted
+        if len({has_texts(each[column]) for each in parts.values() if each[column].notna().any()}) > 1
+    ]
+    if mixed:
+        parts = {name: part(name, [*texts, *mixed]) for name in files}
+    if empty := next((files[name].name for name, each in parts.items() if not len(each)), None):
+        raise MisconfigurationException(
+            f"data.path={str(path)!r}: {empty} has no rows; give at least one, or remove it"
+        )
+    # numbers in their order, in which client 2 comes before client 10
+    numbered = all(name.isdecimal() and str(int(name)) == name for name in parts)
+    owned = [each.assign(**{OWNER: int(name) if numbered else name}) for name, each in parts.items()]
+    table = pandas.concat(owned, ignore_index=True)
+    return table[list(columns)]
+
+
+def rows_table(
+    rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Collection[str], fills: bool = False
+) -> tuple[Any, str]:
     """Return raw rows as a data frame of some columns, and a name of the rows for messages.
 
     Args:
@@ -230,6 +316,7 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
         columns: names of the columns.
         csv: settings of ``pandas.read_csv``.
         texts: columns of texts in the training table, in which cells such as 01 stay texts.
+        fills: whether a missing column is a gap in all rows.
 
     Raises:
         MisconfigurationException: if the rows are no table, a column is missing, or there is no row.
@@ -247,11 +334,13 @@ def rows_table(rows: Any, columns: Sequence[str], csv: dict[str, str], texts: Co
     # a Parquet file knows its types and has no cells to part
     options = {"decimal": ".", "sep": ","} if isinstance(path, Path) and path.suffix == ".parquet" else csv
     there = column_names(path, options)
+    lacking = [column for column in columns if column not in there] if fills else []
     for column in columns:
-        check_column(f"inputs of {owner}", column, there)
-    if not len(table := read_table(path, columns, options, texts)):
+        if column not in lacking:
+            check_column(f"inputs of {owner}", column, there)
+    if not len(table := read_table(path, [each for each in columns if each not in lacking], options, texts)):
         raise MisconfigurationException(f"data: {owner} has no row to predict for; give at least one")
-    return table, owner
+    return table.assign(**dict.fromkeys(lacking, math.nan))[list(columns)], owner
 
 
 def vocabulary(setting: str, words: Sequence[str | int]) -> list[str]:

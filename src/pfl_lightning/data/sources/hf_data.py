@@ -16,6 +16,9 @@ from pfl_lightning.data.sources.columns import check_finite_column, chosen_colum
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files in the folder of a saved ``datasets.Dataset``, one of them at least."""
+
 
 class HFData(OwnedData):
     """A data set of Hugging Face ``datasets``, or of local files in one of their formats; needs the extra ``hf``.
@@ -138,6 +141,11 @@ def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFD
         ".json": datasets.Dataset.from_json,
         ".jsonl": datasets.Dataset.from_json,
     }
+    if path.is_dir() and not any((path / name).is_file() for name in SAVED):
+        raise MisconfigurationException(
+            f"{setting}={str(dataset)!r} is a folder, and no saved data set; for a CLIENT.csv or CLIENT.parquet of "
+            "each client take TableData, for CLIENT.jsonl with conversations ChatData, or save the set by save_to_disk"
+        )
     reader = datasets.load_from_disk if path.is_dir() else readers.get(path.suffix)
     if reader is None or not path.exists():
         raise MisconfigurationException(

@@ -45,6 +45,7 @@ from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.base import OwnedData, targets_of
 from pfl_lightning.data.sources.columns import (
     NAMELESS,
+    OWNER,
     as_text,
     check_column,
     check_finite_column,
@@ -79,6 +80,8 @@ LARGE = 100
 class TableData(OwnedData):
     """A table with one row per sample: a CSV or Parquet file, or a data frame; needs the extra ``tables``.
 
+    A folder with a ``CLIENT.csv`` or ``CLIENT.parquet`` for each client is one table, whose clients are named by files.
+
     Inputs are the numbers in the feature columns, [number of features]. A column of texts becomes codes, the positions
     of its texts in a vocabulary: the vocabulary in ``categories``; or the categories of a pandas Categorical, in their
     order; or all texts of the column in alphabetical order. Texts that are classes become codes in the same way, with
@@ -94,7 +97,8 @@ class TableData(OwnedData):
     fitted values of each column under ``numbers``, ``categories`` and ``category_fill``.
 
     Args:
-        path: the file, ``.csv`` or ``.parquet``; from Python also a pandas data frame.
+        path: the file, ``.csv`` or ``.parquet``; or a folder of such files, one a client; from Python also a pandas
+            data frame.
         target: column of the target, or columns for several targets per sample.
         task: the prediction task.
         features: columns of the inputs; None takes all other columns, and refuses ids and dates among them.
@@ -119,6 +123,9 @@ class TableData(OwnedData):
             under ``by=client``, clients unknown to the checkpoint are fitted on their own training rows.
         group: column of each row's group, such as the patient; a client's rows of one group are on one side of its
             splits.
+        fill_missing_columns: take an input column that the table lacks, or raw rows for a prediction, as a gap in
+            every row, under ``preprocessing``; a missing column is refused otherwise. Columns that are no inputs of a
+            checkpoint's federation are ignored with a warning.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
 
     Raises:
@@ -144,6 +151,7 @@ class TableData(OwnedData):
     """Names of a checkpoint's clients by their ids at its end."""
     _transformers: Sequence[Any] = ()
     _raw: Any = None
+    fill_missing_columns = False
     _far: frozenset[str] = frozenset()
     """Columns of raw rows that a warning has named."""
 
@@ -165,6 +173,7 @@ class TableData(OwnedData):
         drop_missing_target: bool = False,
         fitted: str | Path | None = None,
         group: str | None = None,
+        fill_missing_columns: bool = False,
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
@@ -178,14 +187,31 @@ class TableData(OwnedData):
         check_choices("data", decimal=(decimal, (".", ",")))
         self._settings = Preprocessing() if preprocessing == "auto" else preprocessing
         self._check_preprocessing(standardize, categories)
+        if fill_missing_columns and self._settings is None:
+            raise MisconfigurationException(
+                "data.fill_missing_columns=true needs values for gaps; set data.preprocessing=auto, or leave it out"
+            )
+        self.fill_missing_columns = fill_missing_columns
         self.standardize = standardize
         self.drop_missing_target = drop_missing_target
         self._path = Path(path) if isinstance(path, str | os.PathLike) else path
         self._where = str(self._path) if isinstance(self._path, Path) else "the data frame"
         self._csv = {"decimal": decimal, "sep": separator}
+        if isinstance(self._path, Path) and self._path.is_dir():
+            if client is not None:
+                raise MisconfigurationException(
+                    f"data.client={client!r}: each file of the folder data.path={self._where!r} is a client's, by its "
+                    "name; leave data.client out, or give one file"
+                )
+            client = OWNER
         self._others = {"client": client, "split": split_column, "time": time, "group": group}
         # only the header is read here, so that a wrong name is refused before a large file is read
-        there = column_names(self._path, self._csv)
+        there = self._there = column_names(self._path, self._csv)
+        if fill_missing_columns:
+            # those that settings name; `load` adds what a checkpoint names
+            settings = cast(Preprocessing, self._settings)
+            wanted = [*(features or ()), *settings.categories, *settings.vocabulary, *settings.dates]
+            there = list(dict.fromkeys([*there, *wanted]))
         named = {"client": client, "split_column": split_column, "time": time, "group": group}
         self._features, self._targets = chosen_columns(there, features, target, **named)
         if self._settings is not None:
@@ -209,8 +235,7 @@ class TableData(OwnedData):
             self.load_state_dict(fitted_of(Path(fitted), type(self).__qualname__))
             # the clients of this table, and not of the checkpoint's
             self.num_clients = own
-            for column in self._features:
-                check_column("fitted", column, there)
+            self._check_columns(self._features)
 
     def _check_preprocessing(self, standardize: object, categories: object) -> None:
         """Refuse ``preprocessing`` of a wrong type, or beside settings of the same purpose."""
@@ -294,14 +319,22 @@ class TableData(OwnedData):
         others = [column for column in self._others.values() if column is not None]
         wanted = list(dict.fromkeys([*self._features, *self._targets, *others]))
         # names of clients and groups are read as texts, since client 01 isn't client 1
-        is_csv = isinstance(self._path, Path) and self._path.suffix == ".csv"
+        is_csv = isinstance(self._path, Path) and self._path.suffix != ".parquet"
         by_role = {
             role: column for role in ("client", "group") if is_csv and (column := self._others[role]) is not None
         }
-        apart = set(by_role.values()) - {*self._features, *self._targets, self._others["time"]}
+        # of a folder's column there is nothing to read
+        apart = set(by_role.values()) - {OWNER} - {*self._features, *self._targets, self._others["time"]}
         # and a column that had texts in training has them here too, so that 01 doesn't become 1
         kept = self._text_columns if self.adopted else ()
-        table = read_table(self._path, wanted, self._csv, [*apart, *kept])
+        there = [name for name in wanted if name in self._there]
+        table = read_table(self._path, there, self._csv, [*apart, *kept], self.fill_missing_columns)
+        if lacking := [name for name in wanted if name not in self._there]:
+            rank_zero_warn(
+                f"data.fill_missing_columns: {self._where} has no column {listed(lacking)}, which counts as a gap in "
+                "all its rows."
+            )
+            table = table.assign(**dict.fromkeys(lacking, math.nan))
         if self.drop_missing_target:
             table = table[table[self._targets].notna().all(axis=1)]
             if table.empty:
@@ -375,15 +408,38 @@ class TableData(OwnedData):
                 f"data.fitted: the checkpoint has fitted values of data.preprocessing.by={taken.get('by') or 'null'}, "
                 f"and here it is {here or 'null'}; give the settings of the first run"
             )
-        if set(taken["features"]) != set(self._asked[1]):
+        self._check_columns(taken["features"])
+        if self._are_named and (left := [name for name in taken["features"] if name not in self._asked[1]]):
             raise MisconfigurationException(
-                f"data.features: inputs of the federation are {listed(taken['features'])}, and those of {self._where} "
-                f"are {listed(self._asked[1])}; name the federation's in data.features"
+                f"data.features lacks {listed(left)} among the inputs of the federation, which are "
+                f"{listed(taken['features'])}; name the federation's in data.features, or none"
             )
+        if extra := [name for name in self._asked[1] if name not in taken["features"]]:
+            rank_zero_warn(f"data: {self._where} has columns that are no inputs of the federation: {listed(extra)}.")
         self._features, self.preprocessing = list(taken["features"]), dict(taken)
         self.standardize = taken["standardize"]
         own = {} if "by" in taken else taken["categories"]
         self._vocabularies = {**self._vocabularies, **taken["classes"], **own}
+
+    def _check_columns(self, features: Sequence[str]) -> None:
+        """Check that the table has a federation's inputs, unless ``fill_missing_columns`` makes gaps of missing ones.
+
+        Args:
+            features: names of the federation's inputs.
+
+        Raises:
+            MisconfigurationException: if one is missing.
+        """
+        lacking = [column for column in features if column not in self._there]
+        if lacking and not self.fill_missing_columns:
+            roles = {*features, *self._targets, *self._others.values()}
+            # a column by another name is the likeliest reason
+            others = [column for column in self._there if column not in roles]
+            beside = f", which has {listed(others)} beside the federation's columns" if others else ""
+            raise MisconfigurationException(
+                f"data.fitted: there is no column {lacking[0]!r} in {self._where}{beside}, and it is an input of the "
+                "federation; add the column, or set data.fill_missing_columns=true, with data.preprocessing"
+            )
 
     def _matrix(self, columns: Sequence[Tensor]) -> Tensor:
         """Return columns side by side, [rows, columns]."""
@@ -859,7 +915,12 @@ class TableData(OwnedData):
             return state
         return state | {
             "classes": list(self._labels),
-            "table": {"clients": list(self._fitted_clients), "texts": list(self._text_columns), "csv": self._csv},
+            "table": {
+                "clients": list(self._fitted_clients),
+                "texts": list(self._text_columns),
+                "csv": self._csv,
+                "fill_missing_columns": self.fill_missing_columns,
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -879,6 +940,8 @@ class TableData(OwnedData):
             self.adopted_names = self._fitted_clients
             self._names_now = list(state_dict.get("clients", ()))
             self._text_columns, self._csv = list(table["texts"]), dict(table["csv"])
+            # a late table may ask for itself what the federation didn't
+            self.fill_missing_columns = self.fill_missing_columns or bool(table["fill_missing_columns"])
             self._features, self._targets = taken["features"], taken["targets"]
             self.standardize = taken["standardize"]
             self._shape = (taken.get("width") or len(taken.get("inputs", self._features)),)
@@ -910,7 +973,8 @@ class TableData(OwnedData):
                 "data.preprocessing.transformer is fitted on the training table and in no checkpoint; call setup() "
                 "with that table first, or take the settings of Preprocessing"
             )
-        table, owner = rows_table(rows, self._features, self._csv, self._text_columns)
+        fills = self.fill_missing_columns and "by" in fitted
+        table, owner = rows_table(rows, self._features, self._csv, self._text_columns, fills)
         place = self._fitted_place(client) if "client" in (fitted["standardize"], fitted.get("by")) else 0
         if "by" in fitted:
             raw = table if "transformer" in fitted else self._raw_columns(table, owner)

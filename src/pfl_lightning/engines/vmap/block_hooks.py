@@ -36,10 +36,10 @@ Doubt: TypeAlias = tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]
 
 
 class Done(NamedTuple):
-    """What a hook gave for some clients.
+    """A hook's result for some clients.
 
     Args:
-        result: its result, a row per client.
+        result: the update, a row per client.
         doubts: its warnings, flags and numbers with a row per client.
         members: the clients.
     """
@@ -132,7 +132,7 @@ class Place:
 
 
 class BlockData(AnyClient):
-    """What a hook for many clients may read of their data, under ``vmap``.
+    """The part of clients' data for hooks under ``vmap``; each look at other parts raises.
 
     Args:
         members: the clients.
@@ -206,6 +206,7 @@ class BlockHooks:
         ):
             return None
         stacks: StateDict = {}
+        # by the names of slots, where tied entries have one name
         personal = [{first_names[name]: tensor for name, tensor in job.state.personal.items()} for job in jobs]
         for name, tensor in current.items():
             rows = [own.get(name, tensor) for own in personal]
@@ -263,7 +264,7 @@ class BlockHooks:
         ]
 
     def _uploaded(self, block: Block) -> list[Message] | None:
-        """Return every client's update, whose hook may change the block's entries; None if it can't run at once."""
+        """Return every client's update, with entries changed as by the hook; None if a run for many clients failed."""
         whole = {name: stack.detach() for name, stack in block.entries.items()}
         sent: dict[tuple[str, ...], Stack] = {}
         updates: list[Message] = []
@@ -290,7 +291,7 @@ class BlockHooks:
         return updates
 
     def _groups(self, block: Block) -> Iterator[slice]:
-        """Yield the rows that upload together: all, or those of one number of steps if the hook reads that number."""
+        """Yield the rows of each upload: all, or the rows of one number of steps if the hook reads this number."""
         steps = [member.steps for member in block.members]
         if not self._reads_steps:
             yield slice(0, len(steps))
@@ -307,7 +308,7 @@ class BlockHooks:
         entries: StateDict,
         members: list[Member],
     ) -> Done | None:
-        """Return a hook's result for many clients, whose entries it changes in place; None if it can't run at once.
+        """Return a hook's result for many clients, and change the entries in place; None if this failed.
 
         Args:
             hook: name of the hook.
@@ -320,9 +321,12 @@ class BlockHooks:
         steps = {member.steps for member in members}
         table.update(client_id=AnyClient(), round=members[0].job.round, steps_done=min(steps))
         if len(steps) > 1:
+            # a hook reading the number fails, and runs again for clients with equal numbers
             del table["steps_done"]
         doubts: list[Doubt] = []
+        # flags stay on the device until all groups are done
         table["_doubts"] = doubts
+        # without these, some operations would have no rule for vmap
         load_decompositions()
         level = enter_vmap(count, "error")
 
@@ -354,7 +358,7 @@ class BlockHooks:
             table.update(turn)
 
     def _tell(self, done: list[Done]) -> None:
-        """Warn of the clients of which a hook has doubts, after one copy of all flags.
+        """Warn of clients with doubts of a hook, after one copy of all flags.
 
         Args:
             done: results of the hook.

@@ -90,7 +90,7 @@ class BlockIO:
         return members, *self._loaded(members, there, range(len(jobs)), training)
 
     def _given(self, members: list[Member]) -> StateDict | None:
-        """Return the stacks of what `ClientModule`'s own hooks would assign; None where other hooks must run."""
+        """Return the stacks as `ClientModule`'s hooks would assign them; None where a module has other hooks."""
         module, device, current = self.module, self.sequential.device, self.attributes.slots.current()
         if any(overrides(module, method) for method in ("receive", "on_download", "assign", "state_dict")):
             return None

@@ -16,8 +16,7 @@ from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Member
-from pfl_lightning.engines.vmap.recurrent import REREADS
-from pfl_lightning.internals.of_torch import entry_tables
+from pfl_lightning.internals.of_torch import entry_tables, update_flat_weights
 from pfl_lightning.messages import StateDict
 
 Result = TypeVar("Result")
@@ -117,8 +116,8 @@ class SharedAttributes(Leaks):
         for m in self.module.modules():
             tables = set(map(id, entry_tables(m)))
             for name, value in vars(m).items():
-                if name == "_flat_weights" and isinstance(m, nn.RNNBase) and REREADS:
-                    # torch's own list, which such a layer makes anew when its weights are exchanged
+                if name == "_flat_weights" and isinstance(m, nn.RNNBase) and update_flat_weights:
+                    # torch's own list: such a layer makes a new one for exchanged weights
                     continue
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
                 if held and id(value) not in tables and not entries.isdisjoint(map(id, held)):
@@ -271,6 +270,8 @@ def refuse_gradients_of_one(module: ClientModule) -> None:
         raise Unvectorisable(
             module, "its net has gradient_checkpointing=true, which computes layers again for one client at a time"
         )
+    if any(getattr(layer, "chunk_tokens", None) for layer in module.modules()):
+        raise Unvectorisable(module, "its net has chunk_tokens, and chunks are computed again for one client at a time")
     if overrides(module, "on_after_backward") or overrides(module, "on_before_optimizer_step"):
         raise Unvectorisable(
             module,

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pfl_lightning.engines.vmap.recurrent import CELLS, recurrent
 from pfl_lightning.internals.of_torch import is_wrapped, level_of, outside_vmap, row_dimension, row_of, unwrapped
 from pfl_lightning.messages import tree_map
 
@@ -15,7 +16,6 @@ CONVOLUTIONS = {
     *(F.conv1d, F.conv2d, F.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
 }
-RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 MEAN = {
     **dict.fromkeys(("weight", "size_average", "reduce")),
     "ignore_index": -100,
@@ -55,15 +55,12 @@ class Layers(TorchFunctionMode):
             return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
             return convolution(func, *args, **(kwargs or {}))
-        if func in RECURRENT and not self.clients:
-            # imported here, as those layers are made of the linear ones of this file
-            from pfl_lightning.engines.vmap.recurrent import recurrent
-
-            return recurrent(func, self.between, *args)
+        if func in CELLS and not self.clients:
+            return recurrent(func, linear, self.between, *args)
         return func(*args, **(kwargs or {}))
 
     def between(self, input: Tensor, p: float) -> Tensor:
-        """Compute the dropout between recurrent layers, of which evaluation has none.
+        """Compute the dropout between recurrent layers; evaluation has none.
 
         Args:
             input: outputs of a layer.

@@ -1,4 +1,4 @@
-"""Recurrent layers of stacked clients, whose kernels have no rule for ``vmap``."""
+"""Recurrent layers of stacked clients, as torch's kernels have no rule for ``vmap``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfl_lightning.engines.vmap.layers import linear
-from pfl_lightning.internals.of_torch import is_wrapped
-
-REREADS = hasattr(nn.RNNBase, "_update_flat_weights")
-"""Whether torch's recurrent layers look for exchanged weights at each call; older ones keep those of their making."""
+from pfl_lightning.internals.of_torch import is_wrapped, update_flat_weights
 
 Cell = Callable[[Tensor, Tensor, list[Tensor]], list[Tensor]]
 """A step: maps the input's and the hidden state's part of the gates, and the states, to new states."""
-Between = Callable[[Tensor], Tensor]
-"""Dropout between two layers."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A linear layer of many clients: maps input, weight and bias to outputs."""
 
 
 def lstm_cell(of_input: Tensor, of_hidden: Tensor, states: list[Tensor]) -> list[Tensor]:
@@ -50,6 +46,7 @@ CELLS: dict[Any, Cell] = {
 
 def recurrent(
     func: Any,
+    linear: Linear,
     between: Callable[[Tensor, float], Tensor],
     input: Tensor,
     states: Any,
@@ -60,6 +57,7 @@ def recurrent(
 
     Args:
         func: the function of torch.
+        linear: computes a linear layer.
         between: dropout of a layer's outputs at a probability.
         input: ``[T, n, in]``, or ``[n, T, in]`` with ``batch_first``.
         states: the initial hidden state ``[layers * directions, n, hidden]``, of `torch.lstm` a pair.
@@ -70,6 +68,7 @@ def recurrent(
     Raises:
         RuntimeError: for packed sequences, whose batches shrink in each client at another step.
     """
+    # torch gives an LSTM a pair of states, and the other layers one
     pair = func is torch.lstm
     given = [*(states if pair and isinstance(states, (list, tuple)) else [states])]
     if isinstance(settings[0], (list, tuple)):
@@ -91,21 +90,23 @@ def recurrent(
         for way in range(ways):
             at = layer * ways + way
             own = list(weights[at * size : (at + 1) * size])
-            out, end = direction(CELLS[func], x, [state[at] for state in given], own, biased, way == 1)
+            out, end = direction(CELLS[func], linear, x, [state[at] for state in given], own, biased, way == 1)
             outputs.append(out)
             last.append(end)
         x = torch.cat(outputs, 2) if both else outputs[0]
+    # of hidden states, and for an LSTM of cells: torch gives them by layer and direction
     ends = [torch.stack(column) for column in zip(*last, strict=True)]
     return x.transpose(0, 1) if batch_first else x, *ends
 
 
 def direction(
-    cell: Cell, x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, backwards: bool
+    cell: Cell, linear: Linear, x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, backwards: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the outputs ``[T, n, hidden]`` of one layer in one direction, and the last states.
 
     Args:
         cell: the step.
+        linear: computes a linear layer.
         x: inputs ``[T, n, in]``.
         states: the first states ``[n, hidden]``.
         weights: of the input, of the hidden state, their biases if there are some, and the projection if there is one.
@@ -122,19 +123,19 @@ def direction(
     for gate in reversed(gates) if backwards else gates:
         states = cell(gate, linear(states[0], of_hidden, biases[1]), states)
         if projection:
-            states[0] = linear(states[0], projection[0])
+            states[0] = linear(states[0], projection[0], None)
         outputs.append(states[0])
     return torch.stack(outputs[::-1] if backwards else outputs), states
 
 
 @contextmanager
 def weights_exchanged(module: nn.Module) -> Iterator[None]:
-    """Let recurrent layers of a module take weights under ``vmap`` inside this context, and their own ones after it.
+    """Let recurrent layers of a module take weights under ``vmap`` inside this context, and afterwards their own.
 
     Args:
         module: any module.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)] if REREADS else []
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)] if update_flat_weights else []
     for layer in layers:
         # it looks for the weights' places in memory, which rows under vmap don't have
         vars(layer)["flatten_parameters"] = nothing
@@ -143,7 +144,7 @@ def weights_exchanged(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del vars(layer)["flatten_parameters"]
-            layer._update_flat_weights()
+            update_flat_weights(layer)
 
 
 def nothing() -> None:

@@ -1,0 +1,109 @@
+"""Files of clients' models for other programs, of every method."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from federations import FEATURES, blobs, fit, make_client, make_trainer, noisy, plain, points
+from pfl_lightning.data import IID, TensorData
+from pfl_lightning.methods import APFL, Ditto, FedAvg, FedRoD, KNNPer
+from pfl_lightning.methods.registry import METHODS
+from pfl_lightning.tasks import Regression
+from sweeps import swept
+
+ROWS = points(7, seed=5)[0]
+SETTINGS: dict[str, dict[str, Any]] = {"FedClassAvg": {"contrastive": False}}
+BRANCHES = {"Ditto", "APFL", "FedRoD", "FedPHP", "kNN-Per", "FedProto", "FedSR", "APPLE"}
+"""Methods with a predicting module of their own, and two whose outputs formats took for a constant number of rows."""
+
+
+def read(path: Path) -> Any:
+    """The function in a file, as a user without this package calls it."""
+    if path.suffix == ".ts":
+        return torch.jit.load(path)
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime beside the extra onnx")
+    session = runtime.InferenceSession(path)
+    (given,) = session.get_inputs()
+    return lambda rows: torch.from_numpy(session.run(None, {given.name: rows.numpy()})[0])
+
+
+def check(model: Any, path: Path, rows: Tensor = ROWS) -> None:
+    """The file gives the client's outputs, for any number of rows."""
+    model.export(path)
+    exported, model = read(path), model.eval().cpu()
+    for some in (rows, rows[:1], rows.repeat(9, 1)):
+        assert torch.allclose(exported(some), model(some), atol=1e-5), path.suffix
+
+
+def client_of(method: Any, root: Path) -> Any:
+    make = make_client(method.client, net=noisy, **SETTINGS.get(method.name, {}))
+    return fit(make, root=root, aggregator=method.new_aggregator(), max_rounds=2).trainer.client(1)
+
+
+@pytest.mark.parametrize("method", swept(METHODS, BRANCHES))
+def test_a_client_of_each_method_leaves_as_torch_reads_it(method, tmp_path):
+    model = client_of(method, tmp_path)
+    for kind in ("ts", "pt2"):
+        check(model, tmp_path / f"model.{kind}")
+
+
+@pytest.mark.parametrize("method", swept(METHODS, {"Ditto", "kNN-Per"}))
+def test_a_client_of_each_method_leaves_as_onnx(method, tmp_path):
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    check(client_of(method, tmp_path), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("method", [Ditto, APFL, FedRoD])
+def test_a_client_before_its_first_training_leaves_with_the_received_model(method, tmp_path):
+    model = make_client(method)
+    check(model, tmp_path / "model.pt2")
+    assert torch.equal(read(tmp_path / "model.pt2")(ROWS), model.net(ROWS))
+
+
+def test_mixed_weights_and_neighbours_of_a_regression_leave_too(tmp_path):
+    weights = fit(make_client(APFL, mix="parameters"), max_rounds=1).trainer.client(0)
+    assert weights.has_personal
+    x = points(40, seed=2)[0]
+    data = TensorData(x, x.sum(1), Regression(), num_clients=2, partitioner=IID())
+    near = fit(KNNPer(plain, (FEATURES,), task=data.task), data, max_rounds=1).trainer.client(0)
+    for model in (weights, near):
+        for kind in ("ts", "pt2"):
+            check(model, tmp_path / f"model.{kind}")
+
+
+def test_neighbours_that_no_checkpoint_keeps_are_asked_for(tmp_path):
+    run = fit(make_client(KNNPer), root=tmp_path, max_rounds=1)
+    model = KNNPer.load_from_checkpoint(run.last, client=1, net=plain)
+    with pytest.raises(MisconfigurationException, match=r"share=0\.5 .*trainer\.client"):
+        model.export(tmp_path / "model.ts")
+    with_data = make_trainer()
+    with_data.predict(make_client(KNNPer), ROWS, datamodule=blobs(), ckpt_path=run.last)
+    check(with_data.client(1), tmp_path / "model.ts")
+
+
+class Doubled(Ditto):
+    """A user's method, which knows of no hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.personal(x)
+
+
+class Halved(Doubled):
+    """A user's method with the hook."""
+
+    def predicting_module(self) -> torch.nn.Module:
+        return self.net
+
+
+def test_a_forward_counts_before_the_hooks_of_classes_above(tmp_path):
+    model = fit(make_client(Doubled), max_rounds=1).trainer.client(1)
+    check(model, tmp_path / "model.pt2")
+    make_client(Halved).export(tmp_path / "own.ts")
+    assert torch.equal(read(tmp_path / "own.ts")(ROWS), make_client(Halved).net(ROWS))
+    assert isinstance(make_client(FedAvg).predicting_module(), torch.nn.Module)
