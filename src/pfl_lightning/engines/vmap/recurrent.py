@@ -135,7 +135,10 @@ def weights_exchanged(module: nn.Module) -> Iterator[None]:
     Args:
         module: any module.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)] if update_flat_weights else []
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    if update_flat_weights is None or not layers:
+        yield
+        return
     for layer in layers:
         # it looks for the weights' places in memory, which rows under vmap don't have
         vars(layer)["flatten_parameters"] = nothing
