@@ -1,9 +1,12 @@
 """The engine that is taken where the choice is left open."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from federations import blobs, fit, make_client, same_end
 from pfl_lightning.engines import Auto, ClientState, Job, LocalWork, Processes, Sequential, Vectorised, auto, threads
@@ -91,6 +94,45 @@ def test_rounds_of_too_unequal_clients_are_not_vectorised(taken, caplog):
     assert same_end(*runs) and taken == ["Sequential"]
     assert "takes sequential: of a round's 4 clients 1.2 on average take a step together" in lines(caplog)[0]
     assert len(lines(caplog)) == 1
+
+
+class Recurrent(nn.Module):
+    """Reads the numbers of a sample one after another."""
+
+    def __init__(self, input_shape, outputs, kind=nn.LSTM, batch_first=True):
+        super().__init__()
+        self.rnn, self.head, self.batch_first = kind(1, 4, batch_first=batch_first), nn.Linear(4, outputs), batch_first
+
+    def forward(self, x):
+        x = x.unsqueeze(2)
+        outputs, _ = self.rnn(x if self.batch_first else x.transpose(0, 1))
+        return self.head(outputs[:, -1] if self.batch_first else outputs[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "steps", "engine"),
+    [
+        (nn.LSTM, True, 6, "Vectorised"),
+        (nn.LSTM, True, 5, "Sequential"),
+        (nn.LSTM, False, 6, "Vectorised"),
+        (nn.LSTM, False, 5, "Sequential"),
+        (nn.GRU, True, 5, "Vectorised"),
+    ],
+)
+def test_a_long_lstm_is_faster_client_by_client(taken, caplog, monkeypatch, kind, batch_first, steps, engine):
+    monkeypatch.setattr(auto, "LSTM_STEPS", steps)
+    model = make_client(net=partial(Recurrent, kind=kind, batch_first=batch_first))
+    fit(model, blobs(*[10] * 8), engine="auto", workers=1, accelerator="cpu", max_rounds=1)
+    assert taken == [engine]
+    (line,) = lines(caplog)
+    assert ("an LSTM of 6 steps of time" in line) == (engine == "Sequential")
+
+
+@pytest.mark.parametrize(("clients", "engine"), [(5, "Sequential"), (6, "Vectorised")])
+def test_an_lstm_needs_as_many_clients_as_steps_of_time(taken, caplog, clients, engine):
+    fit(make_client(net=Recurrent), blobs(*[10] * clients), engine="auto", workers=1, accelerator="cpu", max_rounds=1)
+    assert taken == [engine]
+    assert "6 clients a step" in lines(caplog)[0]
 
 
 @pytest.mark.parametrize(

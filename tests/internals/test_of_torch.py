@@ -9,6 +9,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile
 
 from pfl_lightning.internals import of_torch as names
 
@@ -168,6 +169,22 @@ def test_a_module_s_tables_are_the_module_s_own():
     assert layer.weight is parameters["weight"] and layer.running_mean is None
     # an entry of None keeps its place, which named_parameters() leaves out
     assert names.entry_tables(nn.Linear(2, 2, bias=False))[0]["bias"] is None
+
+
+@pytest.mark.skipif(names.update_flat_weights is None, reason="recurrent layers of this torch keep their first weights")
+def test_recurrent_layers_list_exchanged_weights_anew():
+    layer, weight = nn.GRU(2, 3), nn.Parameter(torch.zeros(9, 2))
+    layer._parameters["weight_ih_l0"] = weight
+    names.update_flat_weights(layer)
+    assert layer._flat_weights[0] is weight
+
+
+def test_tensors_are_copied_into_others_of_another_type_in_one_operation():
+    rows, sent = torch.zeros(2, 3, dtype=torch.float64), [torch.ones(3), torch.full((3,), 2.0)]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        names.copy_each([*rows], sent)
+    assert rows.equal(torch.stack(sent).double())
+    assert [event.name for event in seen.events() if event.cpu_parent is None][-1] == "aten::_foreach_copy_"
 
 
 def test_changes_in_place_are_counted():

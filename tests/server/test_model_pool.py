@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from federations import Blobs, make_client, points
 from pfl_lightning import Server
@@ -30,6 +31,30 @@ def test_products_with_an_origin_are_of_differences_and_of_itself_last():
     products = inner_products(models, "abc", origin)
     torch.testing.assert_close(products.diagonal(), rows.square().sum(1), rtol=1e-12, atol=0)
     torch.testing.assert_close(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each a launch on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_origin", [True, False])
+def test_products_of_more_models_take_no_more_operations(dtype, has_origin):
+    counts = []
+    for size in (5, 10):
+        models = [{"w": row} for row in torch.randn(size, 40)]
+        with Operations() as operations:
+            inner_products(models, ["w"], models[0] if has_origin else None, dtype)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("count", [1, 72, 73, 150])

@@ -1,6 +1,7 @@
 """The client side: the base class of client modules, and the phases of local training."""
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
 
@@ -11,6 +12,7 @@ __all__ = [
     "ClientSettings",
     "Forward",
     "Phase",
+    "at_once",
     "everything",
     "export_adapters",
     "in_body",

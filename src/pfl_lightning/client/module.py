@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -228,6 +229,7 @@ class ClientModule(LightningModule):
         self.phase = Phase()
         self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
+        self._doubts: list[tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]] | None = None
         self._shared_rows: Mapping[str, Tensor] | None = None
         self._batch_idx = self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
@@ -517,8 +519,23 @@ class ClientModule(LightningModule):
         update: Message = {"weights": self.shared_state()}
         # `DPAverage` withholds the count: how many samples a client has is private, and its mean doesn't use it
         if "num_samples" not in self.withheld:
-            update["num_samples"] = torch.scalar_tensor(data.size("train"), dtype=torch.int64)
+            # of a number, or of the numbers of many clients under vmap
+            update["num_samples"] = torch.as_tensor(data.size("train"))
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
+
+    def warn_if(self, doubt: Tensor, text: Callable[..., str], *numbers: Tensor) -> None:
+        """Warn of a client where a flag is set; a hook marked by `at_once` can't ask for the flag's value itself.
+
+        Args:
+            doubt: the flag, a boolean scalar.
+            text: returns the warning from the numbers, at a time when ``client_id`` is the client's.
+            *numbers: scalars for the text.
+        """
+        if self._doubts is not None:
+            self._doubts.append((doubt, text, numbers))
+        # one boolean to wait for on a GPU
+        elif doubt:
+            rank_zero_warn(text(*map(float, numbers)))
 
     def configure_aggregator(self) -> Any:
         """Return the `Aggregator` for this client module, unless the user chooses another.

@@ -177,6 +177,7 @@ ENGINES_OWN = {
         "_architecture",
         "_given_modes",
         "_batch_idx",
+        "_doubts",
         "_logged",
         "_shared_rows",
         "client_id",

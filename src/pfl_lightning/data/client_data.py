@@ -251,6 +251,19 @@ def counted(clients: list[ClientData]) -> Tensor:
     return counts.index_put_((rows, numbers), numbers.new_ones(()), accumulate=True)
 
 
+def counts_of(clients: Sequence[ClientData]) -> Tensor:
+    """Return the clients' `ClientData.class_counts` side by side, [clients, num_classes].
+
+    Args:
+        clients: the clients, all on one device and of one task.
+
+    Raises:
+        MisconfigurationException: if the samples have no class.
+    """
+    # without the copy that a client gets
+    return torch.stack([client._counted[0] for client in clients])
+
+
 def put_together(clients: Sequence[ClientData]) -> None:
     """Make clients gather their splits together: the first access to one client's split gathers the split of all.
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch._functorch import pyfunctorch
@@ -44,6 +45,12 @@ level_of = _functorch.maybe_get_level
 """Return the level of a row."""
 outside_vmap = pyfunctorch.temporarily_clear_interpreter_stack
 """Leave all levels of ``vmap`` and ``grad`` inside this context, so that autograd sees the stacks."""
+
+update_flat_weights: Callable[[nn.RNNBase], None] | None = getattr(nn.RNNBase, "_update_flat_weights", None)
+"""Have a recurrent layer list exchanged weights anew, as each of its calls does; None for a torch without this."""
+
+copy_each = torch._foreach_copy_
+"""Copy each tensor of the second list into that of the first, also of another type; on a GPU in one launch for many."""
 
 # `torch.autograd.grad` with factors of its outputs compares their shapes by torch's symbolic mathematics, which takes a
 # third of a second to import, and at each call as long as a small net's layer.

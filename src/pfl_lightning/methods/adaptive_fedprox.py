@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
@@ -40,6 +41,7 @@ class AdaptiveFedProx(LossReport):
         # a buffer, and no number: engines that train many clients at once read no attribute that a round changes
         self.register_buffer("mu", torch.tensor(0.0), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         r"""Load the model and :math:`\mu`, with a copy of the parameters as :math:`w^t`."""
         super().on_download(payload, data)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import ClientModule, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
@@ -65,6 +66,7 @@ class FeatureAlignment(ClientModule):
         self.align = align
         self.prototypes = ClassVectors(self.num_classes, feature_size(self.net))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model and the global prototypes."""
         super().on_download(payload, data)

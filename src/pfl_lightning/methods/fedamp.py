@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import (
     Message,
@@ -71,6 +72,7 @@ class CloudProx(FedProx):
         """Keep the whole model."""
         return True
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Take the cloud model :math:`u_i` as the centre of the proximal term."""
         # without weights, the payload is of a checkpoint

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -53,6 +54,7 @@ class FedCAC(FedAvg):
         named = self.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if id(p) in trained and self.is_shared(name)}
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and copy the received parameters."""
         super().on_download(payload, data)

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -54,6 +55,7 @@ class FedLESAM(FedAvg):
         own = trained_parameters(self, "net").items()
         self.received, self.last = Frozen(own), Frozen(own, persistent=True)  # x and x_old
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, with a copy of the parameters as x."""
         super().on_download(payload, data)

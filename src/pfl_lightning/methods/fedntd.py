@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -72,6 +73,7 @@ class FedNTD(FedAvg):
             # only with beta > 0: else the copy would cost memory for nothing
             self.received = FrozenModule(self.net, common=common_parameters(self).values())
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, with a copy as the teacher."""
         super().on_download(payload, data)

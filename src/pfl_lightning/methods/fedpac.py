@@ -105,7 +105,7 @@ class PACClient(AlternateAlignment):
         means = pi[:, None] * self.own.vectors[:, :-1]
         # rounding can make a difference of squares negative
         variance = (pi @ self.own.vectors[:, -1] - means.square().sum()).clamp_min(0) / n
-        return {"variance": variance, "means": {c: means[c] for c in torch.nonzero(pi).flatten().tolist()}}
+        return {"variance": variance, "means": {c: means[c] for c in data.classes}}
 
     def configure_aggregator(self) -> Aggregator:
         """Return a combination of classifiers for each client, and a mean of prototypes by class counts."""

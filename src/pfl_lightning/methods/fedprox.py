@@ -6,6 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -38,6 +39,7 @@ class FedProx(FedAvg):
         self.mu = mu
         self.received = Frozen(trained_parameters(self, "net").items())  # w^t
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, with a copy of the parameters as :math:`w^t`."""
         super().on_download(payload, data)

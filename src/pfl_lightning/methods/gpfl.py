@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch, ClientSettings, in_classifier
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -98,6 +99,7 @@ class GPFL(FedAvg):
         """Share the feature extractor, the conditional layer and the class vectors."""
         return (super().is_shared(name) and not in_classifier(name)) or name.startswith(("conditional.", "vectors"))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, copy the received class vectors, and compute the shares of the client's classes."""
         super().on_download(payload, data)

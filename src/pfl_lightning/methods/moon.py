@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
-from pfl_lightning.methods.frozen import FrozenModule
+from pfl_lightning.methods.frozen import FrozenModule, tensors_of
 from pfl_lightning.settings import Unpack
 
 
@@ -81,13 +82,15 @@ class MOON(FedAvg):
             self.previous = FrozenModule(self.net.features, persistent=True, common=common)
             self.register_buffer("has_previous", torch.tensor(False))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and copy the received feature extractor."""
         super().on_download(payload, data)
         if self.mu > 0:
             self.received.take_from(self.net.features)
-            if not self.has_previous:
-                self.previous.take_from(self.net.features)
+            own, new = self.previous.tensors(), dict(tensors_of(self.net.features))
+            # without an `if`, so that many clients can run at once
+            self.previous.take((name, torch.where(self.has_previous, old, new[name])) for name, old in own.items())
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the task's loss plus the contrastive loss, which the record has apart too."""
@@ -98,6 +101,7 @@ class MOON(FedAvg):
         contrast = model_contrast(z, self.received(x), self.previous(x), self.tau)
         return {"loss": self.loss(z, self.net.classifier(z), target) + self.mu * contrast, "contrast": contrast}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the update, and keep the trained feature extractor as the previous one."""
         if self.mu > 0:

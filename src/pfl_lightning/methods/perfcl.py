@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -68,6 +69,7 @@ class PerFCL(FENDA):
             self.old_local = FrozenModule(self.net.local, persistent=True, common=common)
             self.register_buffer("has_old", torch.tensor(False))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the shared body, and copy it as received."""
         super().on_download(payload, data)

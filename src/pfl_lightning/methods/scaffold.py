@@ -13,6 +13,7 @@ from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.client import ClientModule, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
@@ -64,6 +65,7 @@ class ControlVariates(ClientModule):
         vector: Tensor = parameters_to_vector(trained_parameters(self, "net").values())
         return vector
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load x and c, and under option I compute the gradient at x before training."""
         super().on_download(payload, data)
@@ -96,6 +98,7 @@ class ControlVariates(ClientModule):
         term = (self.vector() * self.correction).sum()
         return super().loss(features, logits, target) + (term - term.detach())
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and the change of the control variate."""
         way = self.steps_done * self.learning_rate  # K eta

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientModule, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.cwfedavg import CwFedAvg, row_distribution
@@ -80,24 +80,30 @@ class WDR(ClientModule):
         distance = self.distance()
         return values | {"loss": values["loss"] + self.wdr_weight * distance, "wdr": distance}
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and compute the client's class distribution."""
         super().on_download(payload, data)
         if data is not None and self.training_follows:
-            self.distribution.copy_(data.class_counts / len(data.train))
+            counts = data.class_counts
+            self.distribution.copy_(counts / counts.sum())
         self.received_distance.copy_(self.distance())
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model; warn if training clearly moved the rows' norms away from the class distribution."""
         if self.wdr_weight > 0:
             before, after = self.received_distance, self.distance()
-            # compared on the device: one boolean to wait for, instead of two numbers
-            if after > (before + 0.05).clamp(min=0.2):
-                rank_zero_warn(
+            self.warn_if(
+                after > (before + 0.05).clamp(min=0.2),
+                lambda before, after: (
                     f"client {self.client_id}, round {self.round + 1}: the rows' distance to the class distribution "
-                    f"grew from {float(before):.2f} to {float(after):.2f}: steps of model.wdr_lambda times the "
-                    "learning rate jump over it; take a smaller one of the two."
-                )
+                    f"grew from {before:.2f} to {after:.2f}: steps of model.wdr_lambda times the learning rate jump "
+                    "over it; take a smaller one of the two."
+                ),
+                before,
+                after,
+            )
         return super().upload(data)
 
     def configure_aggregator(self) -> Aggregator:

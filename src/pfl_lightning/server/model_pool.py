@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.data import Samples
+from pfl_lightning.internals.of_torch import copy_each
 from pfl_lightning.messages import CPU, Message, Updates, block_width, column
 from pfl_lightning.nets.lightning_net import Deferred
 from pfl_lightning.server.base import Aggregator, Server
@@ -85,14 +86,10 @@ def inner_products(
         for start in range(0, len(flat[0]), max(width, 1)):
             rows = buffer[:, : len(flat[0]) - start]
             parts = [tensor[start : start + width] for tensor in flat]
-            # row by row: a stack would be one more pass over all models
-            for row, part in zip(rows, parts, strict=False):
-                if origin is None or part is parts[-1] or part.dtype != dtype:
-                    row.copy_(part)
-                else:
-                    # subtracted first, since differences are small beside the models
-                    torch.sub(part, parts[-1], out=row)
-            if origin is not None and parts[0].dtype != dtype:
+            # in one launch on a GPU, and row by row on a CPU: a stack would be one more pass over all models
+            copy_each([*rows[:size]], parts)
+            if origin is not None:
+                # subtracted first, since differences are small beside the models
                 rows[: size - 1] -= rows[size - 1]
             add_products(sums, rows)
             if sums is not products:

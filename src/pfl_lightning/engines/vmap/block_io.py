@@ -18,22 +18,20 @@ from pfl_lightning.engines.base import ClientState, Job, Outcome, identities
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member
+from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockHooks, is_same, repeated
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
-CLASS_WEIGHTS = "_class_weights"
-"""Buffer of a client's own weights of classes."""
-
 
 class BlockIO:
     """Load clients into stacks before training, and build updates and outcomes after training.
 
-    Hooks of a download or an upload run with a client's row in the module, once for all clients with equal state and
-    payload where the download looks at no client. `ClientModule`'s own hooks need no row: what they would copy is
-    stacked as it is.
+    Hooks of a download or an upload run once for all clients where they have the mark for it (`BlockHooks`). Others run
+    with a client's row in the module, and one download serves all clients with equal state and payload if it looks at
+    none of them. `ClientModule`'s own hooks need no row: what they would copy is stacked as it is.
 
     Args:
         sequential: the engine of one client, with the module.
@@ -46,6 +44,7 @@ class BlockIO:
         self.module = sequential.module
         self.attributes = attributes
         self.evaluator = evaluator
+        self.hooks = BlockHooks(sequential, attributes)
         self._shares = dict.fromkeys((True, False), not self.module.caches)
         """Whether a download for training, or else for an evaluation, may serve several clients, as far as known."""
 
@@ -76,16 +75,19 @@ class BlockIO:
         if (stacks := self._given(members)) is not None:
             # Evaluations have no local phases.
             return members, stacks, self._phases(members) if training else []
+        there = self._sent_together(members)
+        if (stacks := self.hooks.receive(members, there, training)) is not None:
+            return members, stacks, self._phases(members) if training else []
         if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
-                return members, *self._loaded(members, keys, training)
+                return members, *self._loaded(members, there, keys, training)
             except torch.cuda.OutOfMemoryError:
                 raise
             # Of any type, as hooks fail in their own ways without a client; an error of their own comes again below.
             except Exception:
                 self._shares[training] = False
-        return members, *self._loaded(members, range(len(jobs)), training)
+        return members, *self._loaded(members, there, range(len(jobs)), training)
 
     def _given(self, members: list[Member]) -> StateDict | None:
         """Return the stacks as `ClientModule`'s hooks would assign them; None where a module has other hooks."""
@@ -127,11 +129,14 @@ class BlockIO:
             signature.admit(phases, current)
         return phases
 
-    def _loaded(self, members: list[Member], keys: Sequence[object], training: bool) -> tuple[StateDict, list[Phase]]:
+    def _loaded(
+        self, members: list[Member], jobs: list[Job], keys: Sequence[object], training: bool
+    ) -> tuple[StateDict, list[Phase]]:
         """Return the stacks of clients whose hooks change their rows in place, and the common phases.
 
         Args:
             members: the clients.
+            jobs: their work, with states and payloads on the device.
             keys: a key for each; clients with the same key have one download.
             training: as for `receive`.
 
@@ -139,11 +144,12 @@ class BlockIO:
             ReadsClient: if such a download looks at a client.
         """
         clients, places = Counter(keys), {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        firsts = dict(zip(reversed(keys), reversed(members), strict=True))
-        first = [firsts[key] for key in places]
+        firsts = dict(zip(reversed(keys), zip(reversed(members), reversed(jobs), strict=True), strict=True))
+        first = [member for member, _ in (firsts[key] for key in places)]
         signature = BlockSignature(self.attributes, self.attributes.is_close or not training)
         stacks = {name: repeated(tensor, len(first)) for name, tensor in self.attributes.slots.current().items()}
-        for row, (key, job) in enumerate(zip(places, self._sent_together(first), strict=True)):
+        for row, key in enumerate(places):
+            member, job = firsts[key]
             entries = {name: stack[row] for name, stack in stacks.items()}
             common = clients[key] > 1
             with self.attributes.slots.holding(entries):
@@ -164,7 +170,7 @@ class BlockIO:
                     entries = {name: stack[row] for name, stack in stacks.items()}
                 take_over(current, entries)
             if not common:
-                firsts[key].stream.keep()
+                member.stream.keep()
         for member, caches in zip(first, signature.caches(), strict=True):
             member.caches = caches
         if len(first) < len(members):
@@ -205,7 +211,11 @@ class BlockIO:
         at_once = not own_hooks and block.entries.keys() >= set(names)
         self.sequential.set_mode(training=False)
         with torch.no_grad():
-            updates = self._upload_at_once(names, block) if at_once else self._upload_one_by_one(block)
+            updates = (
+                self._upload_at_once(names, block)
+                if at_once
+                else self.hooks.upload(block) or self._upload_one_by_one(block)
+            )
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {
             name: block.entries[self.attributes.slots.first_names[name]] for name in self.attributes.layout.personal
@@ -305,11 +315,6 @@ class BlockIO:
             return self.sequential.evaluate_present(member.job, member.data)
 
 
-def repeated(tensor: Tensor, rows: int) -> Tensor:
-    """Return a stack of equal rows."""
-    return tensor.detach().repeat(rows, *[1] * tensor.dim())
-
-
 def copied(update: Mapping[str, Any]) -> Message:
     """Return an update with independent copies, as the next client's hooks may overwrite the originals."""
     return {k: v if type(v) is Row else tree_map(lambda t: t.detach().clone(), v) for k, v in update.items()}
@@ -327,11 +332,6 @@ def arrived_together(updates: list[Message], device: torch.device) -> list[Messa
     others = [{k: v for k, v in update.items() if type(v) is not Row} for update in updates]
     arrived = iter(moved(list(tensors(others)), CPU))
     return [update | tree_map(lambda _: next(arrived), other) for update, other in zip(updates, others, strict=True)]
-
-
-def is_same(tensor: Tensor, other: Tensor | None) -> bool:
-    """Return True if two tensors share one place in memory."""
-    return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
 
 
 def take_over(current: StateDict, entries: StateDict) -> None:

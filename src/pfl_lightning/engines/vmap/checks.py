@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.client.module import ClientModule
@@ -16,7 +16,7 @@ from pfl_lightning.engines.errors import computed, during
 from pfl_lightning.engines.slots import Slots
 from pfl_lightning.engines.steps import Layout
 from pfl_lightning.engines.vmap.block import Member
-from pfl_lightning.internals.of_torch import entry_tables
+from pfl_lightning.internals.of_torch import entry_tables, update_flat_weights
 from pfl_lightning.messages import StateDict
 
 Result = TypeVar("Result")
@@ -116,6 +116,9 @@ class SharedAttributes(Leaks):
         for m in self.module.modules():
             tables = set(map(id, entry_tables(m)))
             for name, value in vars(m).items():
+                if name == "_flat_weights" and isinstance(m, nn.RNNBase) and update_flat_weights:
+                    # torch's own list: such a layer makes a new one for exchanged weights
+                    continue
                 held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
                 if held and id(value) not in tables and not entries.isdisjoint(map(id, held)):
                     reason = f"{type(m).__name__}.{name} holds parameters or buffers themselves, not their names"

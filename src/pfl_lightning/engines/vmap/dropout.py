@@ -160,6 +160,10 @@ class Streams(Layers):
         mask = self.drawn(input, draw)
         return input.mul_(mask) if inplace else input * mask
 
+    def between(self, input: Tensor, p: float) -> Tensor:
+        """Compute the dropout between recurrent layers with a mask per client; arguments as of `Layers.between`."""
+        return self.dropout(F.dropout, input, p)
+
     def attention(
         self,
         query: Tensor,

@@ -23,6 +23,7 @@ from pfl_lightning.engines.vmap.block_io import BlockIO
 from pfl_lightning.engines.vmap.checks import SharedAttributes, Unvectorisable, refuse_gradients_of_one
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.engines.vmap.merged import Merged
+from pfl_lightning.engines.vmap.recurrent import weights_exchanged
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import num_bytes
 from pfl_lightning.nets.lightning_net import Deferred, LightningNet
@@ -86,7 +87,7 @@ class Vectorised(Engine):
         self.merged.settle(self.attributes.slots)
         self.merged.tell()
         self._double()
-        with self.attributes.of("local work", whole_round=True):
+        with weights_exchanged(self.module), self.attributes.of("local work", whole_round=True):
             for block in self._blocks(jobs):
                 yield from self._run_block(block)
 
@@ -109,8 +110,9 @@ class Vectorised(Engine):
                 else:
                     together.append(found)
 
-        for block in self._blocks(others()):
-            yield from self._evaluate_block(block)
+        with weights_exchanged(self.module):
+            for block in self._blocks(others()):
+                yield from self._evaluate_block(block)
         yield from together
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:

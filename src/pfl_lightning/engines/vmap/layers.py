@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pfl_lightning.engines.vmap.recurrent import CELLS, recurrent
 from pfl_lightning.internals.of_torch import is_wrapped, level_of, outside_vmap, row_dimension, row_of, unwrapped
 from pfl_lightning.messages import tree_map
 
@@ -54,7 +55,18 @@ class Layers(TorchFunctionMode):
             return MEANS[func](self.weights, func, args, kwargs or {})
         if func in CONVOLUTIONS:
             return convolution(func, *args, **(kwargs or {}))
+        if func in CELLS and not self.clients:
+            return recurrent(func, linear, self.between, *args)
         return func(*args, **(kwargs or {}))
+
+    def between(self, input: Tensor, p: float) -> Tensor:
+        """Compute the dropout between recurrent layers; evaluation has none.
+
+        Args:
+            input: outputs of a layer.
+            p: probability of dropout.
+        """
+        raise RuntimeError("dropout between recurrent layers")
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,38 @@
+"""Marks of hooks for many clients in one call."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pfl_lightning.client.module import ClientModule
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def at_once(hook: Hook) -> Hook:
+    """Let engine ``vectorised`` run an `on_download` or `upload` of a client module once for many clients.
+
+    The hook then runs once under ``torch.func.vmap``, where each entry, payload and update is one client's, and on a
+    GPU launches no more kernels for many clients than for one. Like a training step, it makes no decision by the value
+    of a tensor (``torch.where`` does), draws no random numbers, and reads neither ``client_id`` nor samples; of the
+    data it may read ``class_counts`` and ``size("train")``. Hooks without the mark run client by client, with the same
+    results.
+
+    The mark is of this definition alone: a subclass's override needs its own.
+
+    Args:
+        hook: the method, in the body of its class.
+    """
+    # on the function: an override is another one, and has to be marked by its own author
+    vars(hook)["at_once"] = True
+    return hook
+
+
+def runs_at_once(module: ClientModule, hook: str) -> bool:
+    """Return whether every definition of a hook among a client module's classes has the mark.
+
+    Args:
+        module: the client module.
+        hook: name of the hook.
+    """
+    own = [vars(each)[hook] for each in type(module).__mro__ if hook in vars(each) and each is not ClientModule]
+    return hook not in vars(module) and all(getattr(each, "at_once", False) for each in own)

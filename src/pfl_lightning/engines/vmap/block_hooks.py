@@ -1,0 +1,398 @@
+"""Run a method's own hooks of download and upload for a whole block of clients in one call."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from pfl_lightning.client.at_once import runs_at_once
+from pfl_lightning.client.hooks import overrides
+from pfl_lightning.data.client_data import counts_of
+from pfl_lightning.engines.base import AnyClient, ClientState, Job
+from pfl_lightning.engines.sequential import Sequential
+from pfl_lightning.engines.vmap.block import Block, Member
+from pfl_lightning.engines.vmap.checks import SharedAttributes
+from pfl_lightning.internals.of_torch import (
+    enter_vmap,
+    leave_vmap,
+    load_decompositions,
+    row_of,
+    stack_of,
+)
+from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, tensors, tree_map
+from pfl_lightning.nets.lightning_net import LightningNet
+from pfl_lightning.transfers import moved, rows_of, side_by_side
+
+CLASS_WEIGHTS = "_class_weights"
+"""Buffer of a client's own weights of classes."""
+
+RowOf: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns the row of a stack, for the clients under ``vmap``."""
+Doubt: TypeAlias = tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]
+"""Arguments of `ClientModule.warn_if`."""
+
+
+class Done(NamedTuple):
+    """A hook's result for some clients.
+
+    Args:
+        result: the update, a row per client.
+        doubts: its warnings, flags and numbers with a row per client.
+        members: the clients.
+    """
+
+    result: Message
+    doubts: list[Doubt]
+    members: list[Member]
+
+
+class Differ(Exception):
+    """Payloads of clients have no common form."""
+
+
+class Payload(NamedTuple):
+    """The payloads of several clients.
+
+    Args:
+        tree: the payload's form, with the place of a tensor in ``entries`` where a payload has the tensor.
+        entries: tensors, each with whether it has a row per client; others are the same for all clients.
+    """
+
+    tree: Any
+    entries: list[tuple[Tensor, bool]]
+
+    @classmethod
+    def of(cls, payloads: Sequence[Message], device: torch.device) -> "Payload":
+        """Return payloads side by side.
+
+        Args:
+            payloads: each client's.
+            device: the training device.
+
+        Raises:
+            Differ: if payloads have different entries, shapes or other values.
+        """
+        entries: list[tuple[Tensor, bool]] = []
+
+        def joined(values: Sequence[Any]) -> Any:
+            first = values[0]
+            # Most of what a server sends is the same object for all clients.
+            alike = all(value is first for value in values)
+            if isinstance(first, Tensor):
+                if not alike and len({(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values}) > 1:
+                    raise Differ
+                entries.append((first if alike else side_by_side(values, device), not alike))
+                return Place(len(entries) - 1)
+            if isinstance(first, Mapping):
+                if not alike and any(not isinstance(v, Mapping) or [*v] != [*first] for v in values):
+                    raise Differ
+                return {key: joined([first[key]] if alike else [value[key] for value in values]) for key in first}
+            if isinstance(first, (list, tuple)):
+                if any(type(value) is not type(first) or len(value) != len(first) for value in values):
+                    raise Differ
+                columns = zip(*([first] if alike else values), strict=True)
+                return type(first)(joined(column) for column in columns)
+            if not alike and any(type(value) is not type(first) or value != first for value in values):
+                raise Differ
+            return first
+
+        return cls(joined(payloads), entries)
+
+    def under_vmap(self, row: RowOf) -> Message:
+        """Return the payload of one client under ``vmap``.
+
+        Args:
+            row: returns a stack's row.
+        """
+
+        def found(value: Any) -> Any:
+            if isinstance(value, Place):
+                tensor, has_rows = self.entries[value.index]
+                return row(tensor) if has_rows else tensor
+            if isinstance(value, dict):
+                return {key: found(each) for key, each in value.items()}
+            return type(value)(map(found, value)) if type(value) in (list, tuple) else value
+
+        message: Message = found(self.tree)
+        return message
+
+
+class Place:
+    """The place of a tensor in `Payload.entries`.
+
+    Args:
+        index: its number.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class BlockData(AnyClient):
+    """The part of clients' data for hooks under ``vmap``; each look at other parts raises.
+
+    Args:
+        members: the clients.
+        row: returns a stack's row under ``vmap``.
+    """
+
+    is_absent = False
+
+    def __init__(self, members: Sequence[Member], row: RowOf) -> None:
+        self._members, self._row = members, row
+
+    @property
+    def class_counts(self) -> Tensor:
+        """Number of training samples of each class ``[num_classes]``, of each client."""
+        return self._row(counts_of([member.data for member in self._members]))
+
+    def size(self, split: Any) -> Tensor:
+        """Return each client's number of samples in a split, on the CPU.
+
+        Args:
+            split: the split's name.
+        """
+        return self._row(torch.tensor([member.data.size(split) for member in self._members]))
+
+
+class BlockHooks:
+    """Run the hooks marked by `at_once` for all clients of a block.
+
+    Args:
+        sequential: the engine of one client, with the module.
+        attributes: the module's attributes, with the places of its entries.
+    """
+
+    def __init__(self, sequential: Sequential, attributes: SharedAttributes) -> None:
+        self.sequential = sequential
+        self.module = sequential.module
+        self.attributes = attributes
+        self.refused: set[str] = set()
+        """Hooks that failed for many clients, and run client by client."""
+        self._reads_steps = False
+        """Whether the upload has asked for the number of steps, by which it then runs."""
+
+    def _may_run(self, hook: str) -> bool:
+        """Return whether a hook runs for many clients, as far as known."""
+        module = self.module
+        return (
+            hook not in self.refused
+            and runs_at_once(module, hook)
+            # attributes that a hook writes under vmap would hold the rows of all clients
+            and not module.caches
+            and not isinstance(module.net, LightningNet)
+            and not any(overrides(module, other) for other in ("receive", "assign", "state_dict", "shared_state"))
+        )
+
+    @torch.no_grad()
+    def receive(self, members: list[Member], jobs: list[Job], training: bool) -> StateDict | None:
+        """Return parameters and buffers after the download, a row per client; None if the hook can't run at once.
+
+        Args:
+            members: the clients.
+            jobs: their work, with states and payloads on the device.
+            training: whether local training follows.
+        """
+        current, first_names = self.attributes.slots.current(), self.attributes.slots.first_names
+        device = self.sequential.device
+        if (
+            not self._may_run("on_download")
+            or CLASS_WEIGHTS in current
+            or len({not training or bool(job.evaluate) for job in jobs}) > 1
+            or any(job.state.is_trained for job in jobs)
+        ):
+            return None
+        stacks: StateDict = {}
+        # by the names of slots, where tied entries have one name
+        personal = [{first_names[name]: tensor for name, tensor in job.state.personal.items()} for job in jobs]
+        for name, tensor in current.items():
+            rows = [own.get(name, tensor) for own in personal]
+            if {row.shape for row in rows} != {tensor.shape}:
+                return None
+            stacks[name] = (
+                repeated(tensor, len(rows))
+                if all(row is tensor for row in rows)
+                else side_by_side(rows, device).to(device, tensor.dtype)
+            )
+        try:
+            # compared and stacked before the hook runs, which a difference says nothing about
+            payload = Payload.of([job.payload for job in jobs], device)
+        except Differ:
+            return None
+
+        def download(row: RowOf, data: BlockData) -> None:
+            # the personal entries are in their rows already
+            job = jobs[0]._replace(client=cast(Any, AnyClient()), state=ClientState(), payload=payload.under_vmap(row))
+            self.sequential.receive(job, cast(Any, data), training)
+
+        done = self._run("on_download", download, stacks, members)
+        if done is None:
+            return None
+        self._tell([done])
+        return stacks
+
+    @torch.no_grad()
+    def upload(self, block: Block) -> list[Message] | None:
+        """Return every client's update; None if the hook can't run at once, with all entries as before.
+
+        Args:
+            block: the trained clients.
+        """
+        if not self._may_run("upload"):
+            return None
+        before = {name: stack.detach().clone() for name, stack in block.entries.items()}
+        updates = self._uploaded(block)
+        if updates is None:
+            # the one that failed may have changed entries, and groups before it have
+            for name, entry in before.items():
+                block.entries[name].detach().copy_(entry)
+            if self._reads_steps or len({member.steps for member in block.members}) == 1:
+                return None
+            # again, with clients of one number of steps together
+            self._reads_steps = True
+            self.refused.discard("upload")
+            return self.upload(block)
+        private = self.sequential.work.example_privacy
+        if private is None:
+            return updates
+        return [
+            private.noised_update(update, member.job.seed)
+            for update, member in zip(updates, block.members, strict=True)
+        ]
+
+    def _uploaded(self, block: Block) -> list[Message] | None:
+        """Return every client's update, with entries changed as by the hook; None if a run for many clients failed."""
+        whole = {name: stack.detach() for name, stack in block.entries.items()}
+        sent: dict[tuple[str, ...], Stack] = {}
+        updates: list[Message] = []
+        told: list[Done] = []
+
+        def upload(_: RowOf, data: BlockData) -> Message:
+            return self.module.upload(cast(Any, data))
+
+        for rows in self._groups(block):
+            members = block.members[rows]
+            entries = {name: stack[rows] for name, stack in whole.items()}
+            done = self._run("upload", upload, entries, members)
+            if done is None:
+                return None
+            told.append(done)
+            update = done.result
+            weights, stack = update.get("weights"), None
+            if isinstance(weights, dict) and weights and all(is_same(t, entries.get(n)) for n, t in weights.items()):
+                stack = sent.setdefault(tuple(weights), Stack({name: whole[name] for name in weights}))
+                del update["weights"]
+            for row, of_client in enumerate(rows_of_tree(update, len(members)), rows.start):
+                updates.append(of_client if stack is None else {"weights": Row(stack, row)} | of_client)
+        self._tell(told)
+        return updates
+
+    def _groups(self, block: Block) -> Iterator[slice]:
+        """Yield the rows of each upload: all, or the rows of one number of steps if the hook reads this number."""
+        steps = [member.steps for member in block.members]
+        if not self._reads_steps:
+            yield slice(0, len(steps))
+            return
+        # Larger clients, which make more steps, are first, so that groups are neighbours.
+        for _, rows in groupby(range(len(steps)), key=steps.__getitem__):
+            first, *others = rows
+            yield slice(first, first + 1 + len(others))
+
+    def _run(
+        self,
+        hook: str,
+        function: Callable[[RowOf, BlockData], Message | None],
+        entries: StateDict,
+        members: list[Member],
+    ) -> Done | None:
+        """Return a hook's result for many clients, and change the entries in place; None if this failed.
+
+        Args:
+            hook: name of the hook.
+            function: calls the hook, with a function for a stack's row and the clients' data.
+            entries: parameters and buffers, a row per client, changed in place; after a failure, in part.
+            members: the clients.
+        """
+        table, count = vars(self.module), len(members)
+        turn = {name: table[name] for name in ("client_id", "steps_done")}
+        steps = {member.steps for member in members}
+        table.update(client_id=AnyClient(), round=members[0].job.round, steps_done=min(steps))
+        if len(steps) > 1:
+            # a hook reading the number fails, and runs again for clients with equal numbers
+            del table["steps_done"]
+        doubts: list[Doubt] = []
+        # flags stay on the device until all groups are done
+        table["_doubts"] = doubts
+        # without these, some operations would have no rule for vmap
+        load_decompositions()
+        level = enter_vmap(count, "error")
+
+        def row(stack: Tensor) -> Tensor:
+            one: Tensor = row_of(stack, 0, level)
+            return one
+
+        def stacked(tensor: Tensor) -> Tensor:
+            stack: Tensor = stack_of(tensor, level, count, 0)
+            return stack
+
+        try:
+            given = {name: row(entry.detach()) for name, entry in entries.items()}
+            found = self.attributes.slots.call(function, given, row, BlockData(members, row))
+            return Done(
+                {key: tree_map(stacked, value) for key, value in (found or {}).items()},
+                [(stacked(flag), text, tuple(map(stacked, numbers))) for flag, text, numbers in doubts],
+                members,
+            )
+        except torch.cuda.OutOfMemoryError:
+            raise
+        # Of any type: the hook then runs client by client, which shows the author's own errors.
+        except Exception:
+            self.refused.add(hook)
+            return None
+        finally:
+            leave_vmap()
+            table["_doubts"] = None
+            table.update(turn)
+
+    def _tell(self, done: list[Done]) -> None:
+        """Warn of clients with doubts of a hook, after one copy of all flags.
+
+        Args:
+            done: results of the hook.
+        """
+        told = [(members, text, [flag, *numbers]) for _, doubts, members in done for flag, text, numbers in doubts]
+        arrived = iter(moved([value for *_, values in told for value in values], CPU))
+        for members, text, values in told:
+            flags, *numbers = [next(arrived) for _ in values]
+            for at in flags.nonzero().flatten().tolist():
+                self.sequential.set_turn(members[at].job, members[at].steps)
+                rank_zero_warn(text(*(float(number[at]) for number in numbers)))
+
+
+def repeated(tensor: Tensor, rows: int) -> Tensor:
+    """Return a stack of equal rows."""
+    return tensor.detach().repeat(rows, *[1] * tensor.dim())
+
+
+def is_same(tensor: Tensor, other: Tensor | None) -> bool:
+    """Return True if two tensors share one place in memory."""
+    return other is not None and tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape
+
+
+def rows_of_tree(update: Message, count: int) -> list[Message]:
+    """Return each client's update on the CPU, with tensors of their own.
+
+    Args:
+        update: the update with stacks ``[clients, ...]``.
+        count: number of clients.
+    """
+    stacks = {str(place): stack for place, stack in enumerate(tensors(update))}
+
+    def with_own(values: Iterator[Tensor]) -> Message:
+        message: Message = tree_map(lambda _: next(values), update)
+        return message
+
+    return [with_own(iter(own.values())) for own in rows_of(stacks, count, CPU)]

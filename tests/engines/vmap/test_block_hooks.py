@@ -1,0 +1,134 @@
+"""Hooks of download and upload that run once for all clients of a block."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from federations import blobs, equal, fit, make_client
+from pfl_lightning.client.at_once import at_once, runs_at_once
+from pfl_lightning.engines.vmap.block_hooks import BlockHooks, Differ, Payload
+from pfl_lightning.messages import tensors
+from pfl_lightning.methods import GPFL, MOON, FedCAC, FedLESAM, FedNTD, FedProx, PerFCL
+from pfl_lightning.methods.fedamp import CloudProx
+from pfl_lightning.methods.scaffold import ControlVariates
+from pfl_lightning.methods.wdr import WDR
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Each hook that was run for several clients, with whether that went well."""
+    seen = []
+
+    def run(self, hook, *args, of=BlockHooks._run):
+        found = of(self, hook, *args)
+        seen.append((hook, found is not None))
+        return found
+
+    monkeypatch.setattr(BlockHooks, "_run", run)
+    return seen
+
+
+def ends(model, tmp_path, data=None, **settings):
+    """The server's and the clients' states after the same run by both engines."""
+    found = []
+    for engine in ("sequential", "vectorised"):
+        torch.manual_seed(0)
+        settings = {"max_rounds": 3, "precision": "64-true"} | settings
+        run = fit(model(), data or blobs(), tmp_path / engine, engine=engine, **settings)
+        found.append(list(tensors(torch.load(run.last, weights_only=True)["federation"])))
+    return found
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, FedLESAM, GPFL, PerFCL],
+    ids=lambda m: m.__name__,
+)
+@pytest.mark.by_default("ControlVariates", "MOON")
+def test_results_are_those_of_one_client_after_another(method, tmp_path, runs):
+    one, other = ends(partial(make_client, method), tmp_path, clients_per_round=0.6)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert ("on_download", True) in runs
+
+
+class Doubled(FedProx):
+    """Overrides a marked hook without a mark of its own."""
+
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        assert isinstance(self.client_id, int)
+
+
+class Branching(FedProx):
+    """Branches on a value in a hook that has the mark, after it has changed an entry."""
+
+    @at_once
+    def upload(self, data):
+        for tensor in self.received.tensors().values():
+            tensor.add_(1)
+        if next(iter(self.received.tensors().values())).sum() > 0:
+            return super().upload(data)
+        return super().upload(data)
+
+
+def test_an_override_without_a_mark_runs_client_by_client(tmp_path, runs):
+    assert runs_at_once(make_client(FedProx), "on_download")
+    assert not runs_at_once(make_client(Doubled), "on_download")
+    one, other = ends(partial(make_client, Doubled), tmp_path)
+    assert not runs
+    assert all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_marked_hook_that_fails_runs_client_by_client_from_unchanged_entries(tmp_path, runs):
+    one, other = ends(partial(make_client, Branching), tmp_path)
+    assert runs.count(("upload", False)) in (1, 2)
+    assert all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Stepwise(ControlVariates):
+    """Changes an entry, and then branches on a value if the client has made one number of steps."""
+
+    @at_once
+    def upload(self, data):
+        weight = next(iter(self.parameters()))
+        weight.mul_(2)
+        if self.steps_done == 2 and weight.sum() > 0:
+            return super().upload(data)
+        return super().upload(data)
+
+
+def test_groups_before_one_that_fails_are_as_before_too(tmp_path, runs):
+    # 6, 2 and 2 steps: the first client's hook has changed its row when that of the others fails
+    data = blobs(60, 20, 20, batch_size=10, val_fraction=0.0, test_fraction=0.0)
+    one, other = ends(partial(make_client, Stepwise), tmp_path, data)
+    assert [well for hook, well in runs if hook == "upload"] == [False, True, False]
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_payloads_of_different_entries_have_no_common_form():
+    cpu, a, b = torch.device("cpu"), torch.ones(2), torch.zeros(2)
+    shared = {"weights": {"w": a}}
+    same = Payload.of([shared, {"weights": {"w": a}}], cpu)
+    assert [rows for _, rows in same.entries] == [False]
+    assert equal(same.under_vmap(lambda t: t), shared)
+    rows = Payload.of([{"w": a, "n": 1}, {"w": b, "n": 1}], cpu)
+    assert rows.under_vmap(lambda t: t[1])["w"].equal(b)
+    for other in ({"v": a}, {"w": torch.ones(3)}, {"w": a, "n": 1}, {"w": 1.0}):
+        with pytest.raises(Differ):
+            Payload.of([{"w": a}, other], cpu)
+
+
+def test_steps_too_long_for_the_regulariser_are_warned_of_by_client(tmp_path):
+    model = partial(make_client, WDR, wdr_lambda=1000.0, optimizer=partial(SGD, lr=1.0))
+    told = []
+    for engine in ("sequential", "vectorised"):
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match=r"model\.wdr_lambda") as caught:
+            fit(model(), blobs(), tmp_path / engine, engine=engine, max_rounds=1, precision="64-true")
+        told.append({str(warning.message) for warning in caught if "wdr_lambda" in str(warning.message)})
+    assert told[0] == told[1] and "client 0" in min(told[0])
