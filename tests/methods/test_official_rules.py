@@ -1424,8 +1424,8 @@ def fedem(log, num_learners):
         return q, q.mean(0)
 
     def weighted(w, a, b, rows, q):
-        share = q[(a[:, None] == rows).all(2).long().argmax(1)]
-        return (share * F.cross_entropy(logits(w, a), b, reduction="none")).sum() / len(b)
+        found_at = (a[:, None] == rows).all(2).long().argmax(1)
+        return (q[found_at] * F.cross_entropy(logits(w, a), b, reduction="none")).sum() / len(b)
 
     theta = [log.start, *(found(log.entries, f"learner_{m}") for m in range(1, num_learners))]
     pi = log.everybody(torch.full((num_learners,), 1 / num_learners, dtype=torch.float64))
@@ -1433,8 +1433,8 @@ def fedem(log, num_learners):
         y = [{} for _ in theta]
         for k in cohort:
             q, pi[k] = step_of(k, pi[k])
-            for m, w in enumerate(theta):
-                y[m][k] = sgd(w, log.batches(t, k), weighted, log.train(k)[0], q[:, m])
+            for own, w, share in zip(y, theta, q.T, strict=True):
+                own[k] = sgd(w, log.batches(t, k), weighted, log.train(k)[0], share)
         theta = [mean(models, log.n) for models in y]
     mixed = {k: pi[k] if k in log.seen else step_of(k, pi[k])[1] for k in pi}
     outputs = {}

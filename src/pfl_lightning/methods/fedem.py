@@ -4,6 +4,7 @@ Source: Marfoq et al., 2021 (https://arxiv.org/abs/2108.10252). Symbols: :math:`
 :math:`\pi_m` its weight at a client, :math:`q_{im}` its responsibility for sample i, :math:`\ell_{im}` its loss there.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,10 @@ class FedEM(FedAvg):
         """Return the nets of all learners; the first is ``net``."""
         return [self.net, *(getattr(self, f"learner_{m}") for m in range(1, self.num_learners))]
 
+    def received(self) -> list[FrozenModule]:
+        """Return the learners as received at the start of the round, in evaluation mode always."""
+        return [getattr(self, f"received_{m}") for m in range(self.num_learners)]
+
     def is_shared(self, name: str) -> bool:
         """Share the same entries of every learner."""
         learner, _, own = name.partition(".")
@@ -130,14 +135,13 @@ class FedEM(FedAvg):
         self.posterior.copy_(self.pi)
         # the weights of a client that has trained need no samples, so it predicts without them
         if (self.training_follows or not self.fitted) and data is not None and len(data.train):
-            chunks = [self.responsibilities(self.learners(), x, y) for x, y in data.train.chunks()]
-            # a sum in double precision, in which the number of chunks changes nothing
-            self.posterior.copy_(torch.cat(chunks).double().mean(0))
+            q = [self.responsibilities(self.learners(), x, y) for x, y in data.train.chunks()]
+            self.posterior.copy_(torch.cat(q).mean(0))
         if self.training_follows:
-            for m, net in enumerate(self.learners()):
-                self.get_submodule(f"received_{m}").take_from(net)
+            for frozen, net in zip(self.received(), self.learners(), strict=True):
+                frozen.take_from(net)
 
-    def responsibilities(self, nets: list[Any], x: Any, target: Any) -> Tensor:
+    def responsibilities(self, nets: Sequence[Callable[[Any], Tensor]], x: Any, target: Any) -> Tensor:
         """Return q, the learners' shares in samples ``[n, M]``.
 
         Args:
@@ -172,8 +176,7 @@ class FedEM(FedAvg):
         if self.num_learners == 1:
             return super().training_step(batch, batch_idx)
         x, target = batch
-        received = [self.get_submodule(f"received_{m}") for m in range(self.num_learners)]
-        q = self.responsibilities(received, x, target).detach()
+        q = self.responsibilities(self.received(), x, target).detach()
         errors = torch.stack([self.sample_errors(net(x), target)[1] for net in self.learners()], 1)
         return {"loss": (q * errors).sum() / self.task.weight(target)}
 
