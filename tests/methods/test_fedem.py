@@ -157,6 +157,7 @@ def test_opposite_groups_take_a_learner_each_and_are_better_off(seed):
     assert run.rows[-1]["val/acc"] > together.rows[-1]["val/acc"] + 0.2
 
 
+@pytest.mark.exhaustive
 def test_weights_are_the_shares_of_a_client_s_distributions():
     run = fit(make_client(TWO, seed=0), blobs(*SIZE, data=Mixed), max_rounds=25)
     pi = torch.stack(list(shares(run).values()))
