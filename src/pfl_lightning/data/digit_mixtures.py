@@ -19,7 +19,7 @@ CLASSES, IMAGES = 10, 1797
 
 
 class DigitMixtures(OwnedData):
-    r"""scikit-learn's digits, 1x8x8, whose classes have other numbers by code; each client mixes the codes.
+    r"""scikit-learn's digits, 1x8x8, with classes numbered by codes; each client mixes the codes.
 
     .. math:: y = (d + c) \bmod 10, \qquad P(c) = \pi_{kc}, \qquad \pi_k \sim \mathrm{Dir}(\alpha, \dots, \alpha)
 

@@ -181,7 +181,7 @@ class FedEM(FedAvg):
         return {"loss": (q * errors).sum() / self.task.weight(target)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs that stand for the mixture of all learners."""
+        """Return the outputs of the mixture of all learners."""
         if self.num_learners == 1:
             return super().forward(x)
         outputs = torch.stack([net(x) for net in self.learners()])
