@@ -228,7 +228,8 @@ def on_task(method: Method, task: str) -> str:
             # these are points in a plane: the row of a method of images alone is written by hand
             if not without and task == "Classification":
                 raise
-            return without or ("needs vectors" if "features" in str(refusal) else "needs classes")
+            said = {"features": "needs vectors", "each single sample": "needs samples"}
+            return without or next((word for part, word in said.items() if part in str(refusal)), "needs classes")
     return "yes"
 
 

@@ -33,6 +33,7 @@ def test_every_method_does_on_every_task_what_the_table_says(method, task):
     words = {
         "needs classes": rf"(model|aggregator) .* class .* task {task}\(",
         "needs vectors": "compares features as vectors|whose inputs would be the features",
+        "needs samples": r"a loss of each single sample, and task Survival\(",
     }
     with pytest.raises(MisconfigurationException, match=words[cell]):
         after_a_round(method, kind, "sequential")

@@ -1410,6 +1410,41 @@ def ifca(log, num_clusters):
     return End(server={"models": torch.cat(models)}, outputs=outputs)
 
 
+@replays(m.FedEM, local_epochs=2, own={"num_learners": 3})
+def fedem(log, num_learners):
+    """Marfoq et al., 2021, Algorithm 1, with the shares of samples looked up by row, as in the official code.
+
+    There, clients outside of a round count in the mean too, and each learner draws batches of its own.
+    """
+
+    def step_of(k, pi):
+        x, y = log.train(k)
+        joint = pi * torch.stack([torch.exp(-F.cross_entropy(logits(w, x), y, reduction="none")) for w in theta], 1)
+        q = joint / joint.sum(1, keepdim=True)
+        return q, q.mean(0)
+
+    def weighted(w, a, b, rows, q):
+        found_at = (a[:, None] == rows).all(2).long().argmax(1)
+        return (q[found_at] * F.cross_entropy(logits(w, a), b, reduction="none")).sum() / len(b)
+
+    theta = [log.start, *(found(log.entries, f"learner_{m}") for m in range(1, num_learners))]
+    pi = log.everybody(torch.full((num_learners,), 1 / num_learners, dtype=torch.float64))
+    for t, cohort in log.rounds():
+        y = [{} for _ in theta]
+        for k in cohort:
+            q, pi[k] = step_of(k, pi[k])
+            for own, w, share in zip(y, theta, q.T, strict=True):
+                own[k] = sgd(w, log.batches(t, k), weighted, log.train(k)[0], share)
+        theta = [mean(models, log.n) for models in y]
+    mixed = {k: pi[k] if k in log.seen else step_of(k, pi[k])[1] for k in pi}
+    outputs = {}
+    for k, shares in mixed.items():
+        p = torch.stack([logits(w, log.split(k, "test")[0]).softmax(1) for w in theta])
+        outputs[k] = torch.tensordot(shares, p, 1).log()
+    sent = log.everybody(torch.cat(theta))
+    return End(theta[0], sent=sent, kept={"pi": {k: pi[k] for k in log.seen}}, outputs=outputs)
+
+
 @replays(m.FedAvg, servers.FedDisco, id="feddisco", server={"a": 0.4, "b": 0.1})
 def feddisco(log, a, b):
     """Ye et al., 2023: clients count by samples, less for how far their classes are from balance."""

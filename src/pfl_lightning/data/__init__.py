@@ -8,6 +8,7 @@ from pfl_lightning.data.client_data import ClientData, gather, put_together, who
 from pfl_lightning.data.datamodule import ClientLoader, FederatedDataModule
 from pfl_lightning.data.diabetes import Diabetes
 from pfl_lightning.data.digit_domains import DigitDomains
+from pfl_lightning.data.digit_mixtures import DigitMixtures
 from pfl_lightning.data.digits import Digits
 from pfl_lightning.data.flamby import FedHeartDisease, FedTcgaBrca
 from pfl_lightning.data.image_folder import ImageFolder
@@ -58,6 +59,7 @@ __all__ = [
     "Column",
     "Diabetes",
     "DigitDomains",
+    "DigitMixtures",
     "Digits",
     "Dirichlet",
     "DominantLabels",

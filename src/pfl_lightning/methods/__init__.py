@@ -48,6 +48,7 @@ from pfl_lightning.methods.feddg_ga import FedDGGA
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.feddpa import FedDPA
 from pfl_lightning.methods.feddyn import FedDyn
+from pfl_lightning.methods.fedem import FedEM
 from pfl_lightning.methods.fedetf import FedETF
 from pfl_lightning.methods.fedex_lora import FedExLoRA
 from pfl_lightning.methods.fedfomo import FedFomo
@@ -144,6 +145,7 @@ __all__ = [
     "FedDecorr",
     "FedDistill",
     "FedDyn",
+    "FedEM",
     "FedETF",
     "FedExLoRA",
     "FedFomo",

@@ -163,6 +163,7 @@ METHODS = (
     Method("pFedHN", m.PFedHN, file="pfedhn"),
     Method("pFedSim", m.FedAvg, a.PFedSim, file="pfedsim"),
     Method("CFL", m.FedAvg, a.CFL, file="cfl"),
+    Method("FedEM", m.FedEM, file="fedem"),
     Method("IFCA", m.IFCA, file="ifca"),
     Method("cwFedAvg", m.WDR, file="cwfedavg"),
     Method("cwFedAvg-Dist", m.FedAvg, partial(a.CwFedAvg, distribution="counts"), file="cwfedavg_dist"),
