@@ -666,7 +666,9 @@ class ClientModule(LightningModule):
             checkpoint: the checkpoint, completed in place.
         """
         complete(self, checkpoint)
-        self.target_scale = saved_scale(checkpoint)
+        # a checkpoint from a site is of a single client
+        own = list(checkpoint.get("federation", {}).get("own", {}).values())
+        self.target_scale = saved_scale(own[0]["inputs"], own[0]["local"]) if own else saved_scale(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the targets' scale to a checkpoint of a plain ``lightning.Trainer``; a federation's has its data's entry.

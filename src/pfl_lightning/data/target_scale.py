@@ -1,15 +1,14 @@
 """The scale of standardised targets, by which outputs and targets get back their unit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class TargetScale:
+# a tuple, which Lightning can hand over in a batch, as it can't a frozen dataclass
+class TargetScale(NamedTuple):
     r"""Mean and standard deviation of a regression's targets over training rows.
 
     A net learns :math:`(y - \mu) / \sigma`, and predictions and metrics are of :math:`\mu + \sigma\,o` for its outputs
