@@ -916,9 +916,7 @@ class ClientModule(LightningModule):
             raise
         if client is not None:
             checkpoint = read_checkpoint(checkpoint_path, map_location=model.device, mapped=False)
-            saved = saved_client(
-                checkpoint_path, checkpoint["federation"], client, model.architecture_of, model.device
-            )
+            saved = saved_client(checkpoint_path, checkpoint["federation"], client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
             model.become_saved(saved)
             model.target_scale = scale_of(checkpoint_path, checkpoint, client)

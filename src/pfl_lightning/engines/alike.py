@@ -137,9 +137,7 @@ class Alike:
             self._compared = True
         return values
 
-    def _compare(
-        self, samples: Samples, outputs: Tensor, values: dict[str, Any], scale: TargetScale | None
-    ) -> None:
+    def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any], scale: TargetScale | None) -> None:
         """Compare a client's outputs and metrics with those of the client alone.
 
         Args:

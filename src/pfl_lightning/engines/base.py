@@ -481,9 +481,7 @@ class Engine(ABC):
         adapted = self.metrics_on(data, job.evaluate)
         return adapted | {f"{split}_received": values for split, values in received.items()}
 
-    def evaluate_model(
-        self, model: StateDict, samples: Samples, scale: TargetScale | None = None
-    ) -> dict[str, float]:
+    def evaluate_model(self, model: StateDict, samples: Samples, scale: TargetScale | None = None) -> dict[str, float]:
         """Return the metrics of a model without a client, such as the server's.
 
         Args:

@@ -33,12 +33,24 @@ def houses(*towns: str, rows: int = 60, **columns: object) -> pandas.DataFrame:
     area, rooms = drawn.normal(100, 30, count), drawn.integers(1, 6, count)
     town = np.repeat(towns, rows)
     price = 300_000 + 2_500 * (area - 100) + 20_000 * rooms + 30_000 * (town == "Ulm") + drawn.normal(0, 8_000, count)
-    made = {"area": area, "rooms": rooms, "town": town, "price": price, "rent": price / 250 + drawn.normal(0, 50, count)}
+    made = {
+        "area": area,
+        "rooms": rooms,
+        "town": town,
+        "price": price,
+        "rent": price / 250 + drawn.normal(0, 50, count),
+    }
     return pandas.DataFrame({**made, **columns})
 
 
 def data_of(table=None, target="price", task=None, **settings):
-    settings = {"features": ["area", "rooms"], "client": "town", "preprocessing": "auto", "val_fraction": 0.2, **settings}
+    settings = {
+        "features": ["area", "rooms"],
+        "client": "town",
+        "preprocessing": "auto",
+        "val_fraction": 0.2,
+        **settings,
+    }
     return TableData(houses(*TOWNS) if table is None else table, target, task or Regression(), **settings)
 
 
@@ -105,7 +117,10 @@ def test_the_scale_is_of_training_rows_by_table_by_client_or_given():
     assert given.target_scale(2) == TargetScale((300_000.0,), (50_000.0,))
     assert (whole.fitted_on, own.fitted_on, given.fitted_on) == ("all clients",) * 3
     constants = Preprocessing(fill=0, scale=[100, 30])
-    fitted = [ready(**settings, preprocessing=constants, standardize_target=each).fitted_on for each in ("table", "client", None)]
+    fitted = [
+        ready(**settings, preprocessing=constants, standardize_target=each).fitted_on
+        for each in ("table", "client", None)
+    ]
     assert fitted == ["all clients", "each client", "nothing"]
 
 
@@ -143,6 +158,7 @@ def test_without_a_scale_bits_are_those_of_plain_targets():
     assert equal(runs[0].weights, runs[1].weights) and untimed(runs[0].rows) == untimed(runs[1].rows)
 
 
+@pytest.mark.by_default("table")
 @pytest.mark.parametrize("by", ["table", "client"])
 def test_predictions_are_in_dollars_wherever_a_model_goes(by, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -151,7 +167,7 @@ def test_predictions_are_in_dollars_wherever_a_model_goes(by, tmp_path, monkeypa
     rows.drop(columns=["price", "rent"]).to_csv("new.csv", index=False)
     pfl(
         f"fit --data TableData --data.path houses.csv --data.target price --data.client town --data.task Regression "
-        f"--data.features [area,rooms] --data.preprocessing.by {by} --model FedPer --model.net MLP --trainer.max_rounds 3 "
+        f"--data.features [area,rooms] --data.preprocessing.by {by} --model FedPer --model.net MLP --trainer.max_rounds 2 "
         f"--model.optimizer SGD --model.optimizer.lr 0.05 --trainer.engine sequential {QUIET}"
     )
     assert predict.main("--client Ulm --data new.csv".split()) == 0
@@ -164,7 +180,8 @@ def test_predictions_are_in_dollars_wherever_a_model_goes(by, tmp_path, monkeypa
     assert torch.allclose(found.values[:, 0], told, rtol=1e-5)
     x = TableData.from_state(torch.load(path, weights_only=True)["TableData"]).inputs(rows, "Ulm")
     assert torch.allclose(model.predict_step(x)[:, 0], told, rtol=1e-5)
-    for kind in ("ts", "pt2", "onnx"):
+    # formats differ in nothing by whose rows have fitted
+    for kind in ("ts", "pt2", "onnx") if by == "table" else ("ts",):
         if kind == "onnx":
             pytest.importorskip("onnxscript", reason="needs the extra onnx")
             runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
@@ -191,20 +208,22 @@ def test_a_plain_trainer_measures_in_dollars_and_keeps_the_scale(tmp_path):
     assert values["test/mae"] == pytest.approx(run.test()[run.data.client_id("Ulm")]["mae"], rel=1e-4)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     again = FedAvg.load_from_checkpoint(tmp_path / "plain.ckpt", net=partial(MLP, hidden=[8]))
-    assert again.target_scale == scale and torch.equal(again.cpu().predict_step(part.x), model.cpu().predict_step(part.x))
+    assert again.target_scale == scale and torch.equal(
+        again.cpu().predict_step(part.x), model.cpu().predict_step(part.x)
+    )
 
 
 def test_several_targets_and_quantiles_have_a_scale_each():
-    both = fit(client_of(each := data_of(target=["price", "rent"], task=Regression(2))), each, max_rounds=15)
+    both = fit(client_of(each := data_of(target=["price", "rent"], task=Regression(2))), each, max_rounds=8)
     scale = both.data.target_scale(0)
     assert scale.mean[0] > 100 * scale.mean[1] and both.rows[-1]["val/r2_pooled"] > 0.7
     of_levels = data_of(target=["price", "rent"], task=Quantile(2, levels=(0.1, 0.9)))
     runs = [
-        fit(client_of(of_levels), of_levels, max_rounds=15, engine=engine) for engine in ("sequential", "vectorised")
+        fit(client_of(of_levels), of_levels, max_rounds=4, engine=engine) for engine in ("sequential", "vectorised")
     ]
     rows = [run.rows[-1] for run in runs]
     assert rows[0]["val/mae"] == pytest.approx(rows[1]["val/mae"], rel=1e-3) and rows[0]["val/mae"] > 1000
-    assert 0.5 < rows[0]["val/coverage"] <= 1
+    assert rows[0]["val/coverage"] == pytest.approx(rows[1]["val/coverage"], abs=1e-6)
     values = scale.undone(torch.tensor([[-1.0, 1.0, 0.0, 2.0]]))
     (m, n), (s, t) = scale.mean, scale.deviation
     assert values.tolist() == [pytest.approx([m - s, m + s, n, n + 2 * t])]
