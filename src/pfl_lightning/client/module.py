@@ -744,8 +744,9 @@ class ClientModule(LightningModule):
         """Write this model to a file for use without this package: from inputs as the net takes them to outputs.
 
         What makes inputs of raw rows, such as scaling and codes of texts, is not in the file; outputs are those of the
-        net, such as logits, and in the target's unit where targets were standardised. ``.pt2`` is torch's own format (``torch.export.load(path).module()``), ``.ts`` is
-        TorchScript (``torch.jit.load``), and ``.onnx`` needs the extra ``onnx``.
+        net, such as logits, and in the target's unit where targets were standardised. ``.pt2`` is torch's own format
+        (``torch.export.load(path).module()``), ``.ts`` is TorchScript (``torch.jit.load``), and ``.onnx`` needs the
+        extra ``onnx``.
 
         Args:
             path: the file; its ending names the format.
@@ -1095,6 +1096,9 @@ class InUnits(nn.Module):
         scale: the targets' mean and deviation.
         outputs: number of its outputs for a sample.
     """
+
+    mean: Tensor
+    deviation: Tensor
 
     def __init__(self, model: nn.Module, scale: TargetScale, outputs: int) -> None:
         super().__init__()

@@ -30,8 +30,8 @@ class TargetScale(NamedTuple):
                 [320.]])
 
         Args:
-            values: floating, ``[n]``, ``[n, quantities]``, or ``[n, quantities * levels]`` with the levels of a quantity
-                side by side.
+            values: floating, ``[n]``, ``[n, quantities]``, or ``[n, quantities * levels]`` with the levels of a
+                quantity side by side.
         """
         mean, deviation = (values.new_tensor(each) for each in (self.mean, self.deviation))
         return undone_by(values, mean, deviation)
@@ -45,7 +45,7 @@ def undone_by(values: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
         mean: means ``[quantities]``, or ``[n, quantities]`` with those of each row's client.
         deviation: standard deviations of the same shape.
     """
-    # a program of an export must know the number of levels without looking at the number of rows
+    # a quantile task has several outputs a quantity, side by side
     levels = values.shape[1] // mean.shape[-1] if values.dim() > 1 else 1
     mean, deviation = (each.repeat_interleave(levels, -1) for each in (mean, deviation))
     if values.dim() == 1:

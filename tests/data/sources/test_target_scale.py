@@ -167,8 +167,8 @@ def test_predictions_are_in_dollars_wherever_a_model_goes(by, tmp_path, monkeypa
     rows.drop(columns=["price", "rent"]).to_csv("new.csv", index=False)
     pfl(
         f"fit --data TableData --data.path houses.csv --data.target price --data.client town --data.task Regression "
-        f"--data.features [area,rooms] --data.preprocessing.by {by} --model FedPer --model.net MLP --trainer.max_rounds 2 "
-        f"--model.optimizer SGD --model.optimizer.lr 0.05 --trainer.engine sequential {QUIET}"
+        f"--data.features [area,rooms] --data.preprocessing.by {by} --model FedPer --model.net MLP "
+        f"--model.optimizer SGD --model.optimizer.lr 0.05 --trainer.max_rounds 2 --trainer.engine sequential {QUIET}"
     )
     assert predict.main("--client Ulm --data new.csv".split()) == 0
     told = torch.tensor(pandas.read_csv("predictions.csv")["prediction"].to_numpy()).float()
@@ -299,7 +299,7 @@ def test_a_target_without_a_scale_is_refused(settings, says):
 def test_a_client_whose_target_is_constant_is_named():
     table = houses(*TOWNS)
     table.loc[table["town"] == "Ulm", "price"] = 7.0
-    with pytest.raises(MisconfigurationException, match="'price' is 7 .* of client Ulm.* take table"):
+    with pytest.raises(MisconfigurationException, match=r"'price' is 7 .* of client Ulm.* take table"):
         ready(table=table, standardize_target="client")
     assert ready(table=table).target_scale("Ulm") is not None
 

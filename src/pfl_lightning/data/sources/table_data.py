@@ -762,8 +762,10 @@ class TableData(OwnedData):
 
     def target_scale(self, client: int | str | None) -> TargetScale | None:
         """Return mean and deviation of a client's standardised targets, as `FederatedDataModule.target_scale`."""
-        is_own = self.preprocessing.get("standardize_target") == "client" and client is not None
-        return scale_at(self.preprocessing, self._fitted_place(client) if is_own else None)
+        place = None
+        if client is not None and self.preprocessing.get("standardize_target") == "client":
+            place = self._fitted_place(client)
+        return scale_at(self.preprocessing, place)
 
     def _keep_ranges(self, x: Tensor, division: Division) -> None:
         """Keep the range of each column's training rows beside mean and deviation, to warn of other rows by it.
@@ -1168,8 +1170,8 @@ class TableData(OwnedData):
         form = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
         scales = {name: fitted[name] for name in ("standardize", *fits) if name in fitted}
         if (rows := fitted.get("standardize_target")) is not None:
-            fits = () if rows == "client" else ("target_mean", "target_deviation")
-            form |= {"standardize_target": [rows, *(fitted[name] for name in fits)]}
+            shared = self.target_scale(None)
+            form = {**form, "standardize_target": [rows, *([] if shared is None else map(list, shared))]}
         if settings is None:
             return form | {"standardize": scales}
         given = {name: value for name, value in vars(settings).items() if name != "transformer"}
