@@ -296,6 +296,13 @@ def test_a_target_without_a_scale_is_refused(settings, says):
         ready(**settings)
 
 
+def test_whole_dollars_are_a_quantity():
+    whole = houses(*TOWNS).round()
+    given = [ready(table=whole.astype({"price": kind})) for kind in (int, float)]
+    assert given[0].target_scale(0) == given[1].target_scale(0)
+    assert torch.equal(given[0].part(0, "train").y, given[1].part(0, "train").y)
+
+
 def test_a_client_whose_target_is_constant_is_named():
     table = houses(*TOWNS)
     table.loc[table["town"] == "Ulm", "price"] = 7.0

@@ -396,6 +396,9 @@ class TableData(OwnedData):
             self._raw = table[self._features] if frame else self._raw_columns(table, self._where)
             self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
+        if self._target_rows is not None:
+            # whole dollars are a quantity too, and no number of a class
+            y = y.double()
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         for role, column in by_role.items():
             # a column that is an input too was read as inputs are
@@ -1167,11 +1170,11 @@ class TableData(OwnedData):
         fitted, settings = self.preprocessing, self._settings
         own = "client" in (fitted["standardize"], fitted.get("by"))
         fits = () if own else ("mean", "deviation", "numbers", "category_fill")
-        form = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
+        form: dict[str, Any] = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
         scales = {name: fitted[name] for name in ("standardize", *fits) if name in fitted}
         if (rows := fitted.get("standardize_target")) is not None:
             shared = self.target_scale(None)
-            form = {**form, "standardize_target": [rows, *([] if shared is None else map(list, shared))]}
+            form["standardize_target"] = [rows, *([] if shared is None else map(list, shared))]
         if settings is None:
             return form | {"standardize": scales}
         given = {name: value for name, value in vars(settings).items() if name != "transformer"}
