@@ -692,8 +692,11 @@ class ClientModule(LightningModule):
         return self._in_units(self(x))
 
     def _in_units(self, values: Tensor) -> Tensor:
-        """Return outputs or targets in the target's unit."""
-        return values if self.target_scale is None else self.target_scale.undone(values)
+        """Return outputs or targets in the target's unit, at least in single precision."""
+        if self.target_scale is None:
+            return values
+        # half precision has three digits, too few for 300,000 dollars
+        return self.target_scale.undone(values.to(torch.promote_types(values.dtype, torch.float32)))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the metrics ``val/…``, under a plain ``lightning.Trainer``.
@@ -773,7 +776,8 @@ class ClientModule(LightningModule):
         knows = next(kind for kind in type(self).__mro__ if vars(kind).keys() & {"forward", "predicting_module"})
         model = client.predicting_module() if "predicting_module" in vars(knows) else Forward(client)
         if self.target_scale is not None:
-            model = InUnits(model, self.target_scale, self.task.outputs)
+            wide = torch.promote_types(cast(torch.dtype, self.dtype), torch.float32)
+            model = InUnits(model, self.target_scale, self.task.outputs, wide).to(self.device)
         model.eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -1095,24 +1099,24 @@ class InUnits(nn.Module):
         model: the model, whose outputs are of standardised targets.
         scale: the targets' mean and deviation.
         outputs: number of its outputs for a sample.
+        dtype: type of the result, at least single precision.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, model: nn.Module, scale: TargetScale, outputs: int) -> None:
+    def __init__(self, model: nn.Module, scale: TargetScale, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        parameter = next(model.parameters(), torch.empty(0))
         for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
             # one for each output, as a quantity may have several levels side by side
-            own = parameter.new_tensor(numbers).repeat_interleave(outputs // len(numbers))
+            own = torch.tensor(numbers, dtype=dtype).repeat_interleave(outputs // len(numbers))
             self.register_buffer(name, own)
 
     def forward(self, x: Any) -> Tensor:
         """Return the outputs."""
         outputs: Tensor = self.model(x)
-        return outputs * self.deviation + self.mean
+        return outputs.to(self.mean.dtype) * self.deviation + self.mean
 
 
 class Forward(nn.Module):

@@ -39,7 +39,7 @@ class Predictions:
     """One client's predictions, on the CPU; a row of each tensor is a row of the data.
 
     Args:
-        outputs: the model's outputs ``[n, ...]``, such as logits, floating.
+        outputs: the model's outputs ``[n, ...]``, such as logits, floating; quantities are in the target's unit.
         classes: the most probable class number of each row ``[n]``, int64, or of each position of a row; for a
             multi-label task the labels ``[n, labels]``, bool; None for a task without classes.
         probabilities: probabilities of the classes ``[n, num_classes]``, or of the labels; None without classes.

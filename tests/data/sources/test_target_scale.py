@@ -321,3 +321,22 @@ def test_a_guarantee_refuses_a_scale_of_all_clients_targets():
             continue
         with pytest.raises(MisconfigurationException, match=r"all clients.*standardize_target"):
             fit(client_of(data), data, aggregator=server(), max_rounds=1)
+
+
+def test_the_head_of_a_run_tells_the_unit_of_its_figures():
+    lines = dict(ready().head_lines)
+    assert "all clients (price: mean 3" in lines["targets"] and "train/loss of standardized" in lines["targets"]
+    own = dict(ready(standardize_target="client").head_lines)["targets"]
+    assert "each client's own training rows; val/" in own
+    assert "targets" not in dict(ready(standardize_target=None).head_lines)
+
+
+def test_half_precision_keeps_the_digits_of_dollars(tmp_path):
+    data = data_of()
+    run = fit(client_of(data), data, max_rounds=2)
+    model, x = run.trainer.client("Ulm").eval().cpu(), run.data.client(0).test.x
+    whole, half = model.predict_step(x), model.bfloat16().predict_step(x.bfloat16())
+    deviation = run.data.target_scale(0).deviation[0]
+    assert half.dtype == torch.float32 and float((half - whole).abs().max()) < 0.05 * deviation
+    model.export(tmp_path / "half.ts")
+    assert torch.allclose(torch.jit.load(tmp_path / "half.ts")(x.bfloat16()), half, atol=0.02 * deviation)

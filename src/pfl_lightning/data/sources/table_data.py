@@ -1209,17 +1209,12 @@ class TableData(OwnedData):
             lines.append(("classes", listed([f"{number} {word}" for number, word in enumerate(words)])))
         if (rows := fitted.get("standardize_target")) is not None:
             shared = self.target_scale(None)
-            scales = [] if shared is None else zip(self._targets, shared.mean, shared.deviation, strict=True)
-            each = [f"{name} ({mean:.6g} and {deviation:.6g})" for name, mean, deviation in scales]
-            # the unit of figures must be told where they are read
-            by = f"{whose.get(rows, 'by given numbers') if isinstance(rows, str) else 'by given numbers'}"
-            lines.append(
-                (
-                    "targets",
-                    f"standardized {by}{': mean and deviation of ' * bool(each)}{listed(each) if each else ''}; "
-                    "val/ and test/ figures are in the target's unit, train/loss of standardized targets",
-                )
-            )
+            scales = [] if shared is None else zip(self._targets, *shared, strict=True)
+            each = [f"{name}: mean {mean:.6g}, deviation {deviation:.6g}" for name, mean, deviation in scales]
+            by = whose[rows] if isinstance(rows, str) else "by given numbers"
+            fitted_by = f"standardized {by}" + (f" ({'; '.join(each)})" if each else "")
+            units = "val/ and test/ figures are in the target's unit, train/loss of standardized targets"
+            lines.append(("targets", f"{fitted_by}; {units}"))
         return lines
 
 
