@@ -335,7 +335,7 @@ def test_half_precision_keeps_the_digits_of_dollars(tmp_path):
     data = data_of()
     run = fit(client_of(data), data, max_rounds=2)
     model, x = run.trainer.client("Ulm").eval().cpu(), run.data.client(0).test.x
-    whole, half = model.predict_step(x), model.bfloat16().predict_step(x.bfloat16())
+    whole, half = model.predict_step(x), model.to(torch.bfloat16).predict_step(x.bfloat16())
     deviation = run.data.target_scale(0).deviation[0]
     assert half.dtype == torch.float32 and float((half - whole).abs().max()) < 0.05 * deviation
     model.export(tmp_path / "half.ts")
