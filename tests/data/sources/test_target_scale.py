@@ -340,3 +340,11 @@ def test_half_precision_keeps_the_digits_of_dollars(tmp_path):
     assert half.dtype == torch.float32 and float((half - whole).abs().max()) < 0.05 * deviation
     model.export(tmp_path / "half.ts")
     assert torch.allclose(torch.jit.load(tmp_path / "half.ts")(x.bfloat16()), half, atol=0.02 * deviation)
+
+
+def test_a_late_table_may_name_its_target_otherwise(tmp_path):
+    given = {"standardize_target": {"price": [300_000, 80_000]}}
+    run = fit(client_of(data_of(**given)), data_of(**given), tmp_path, max_rounds=1)
+    late = data_of(houses("Trier").rename(columns={"price": "cost"}), target="cost")
+    make_trainer(tmp_path).join(client_of(late), late, ckpt_path=run.last)
+    assert late.target_scale("Trier") == TargetScale((300_000.0,), (80_000.0,))

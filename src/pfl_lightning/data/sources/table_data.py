@@ -742,7 +742,8 @@ class TableData(OwnedData):
             return y
         by: Literal["table", "client"] = "client" if rows == "client" else "table"
         known = {name: self.adopted[f"target_{name}"] for name in MOMENTS if f"target_{name}" in self.adopted}
-        if isinstance(rows, Mapping):
+        # a late table may have another name for its target
+        if isinstance(rows, Mapping) and not known:
             known = {name: {each: rows[each][end] for each in self._targets} for end, name in enumerate(MOMENTS)}
         fitted = known_moments(known, self.adopted_names, self._fitted_clients, by)
         scaled, statistics = standardized(columns, division, by, fitted)
