@@ -1,5 +1,6 @@
 """Targets with a scale, such as prices: standardised while a net learns, and in their unit wherever they are read."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -301,6 +302,11 @@ def test_whole_dollars_are_a_quantity():
     given = [ready(table=whole.astype({"price": kind})) for kind in (int, float)]
     assert given[0].target_scale(0) == given[1].target_scale(0)
     assert torch.equal(given[0].part(0, "train").y, given[1].part(0, "train").y)
+    for settings in ({"standardize_target": None}, {"task": Poisson()}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            plain = ready(table=whole.astype({"price": int}), **settings)
+        assert plain.part(0, "train").y.dtype == torch.float32 and plain.part(0, "train").y.mean() > 200_000
 
 
 def test_a_client_whose_target_is_constant_is_named():

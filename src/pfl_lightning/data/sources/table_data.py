@@ -396,8 +396,8 @@ class TableData(OwnedData):
             self._raw = table[self._features] if frame else self._raw_columns(table, self._where)
             self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
-        if self._target_rows is not None:
-            # whole dollars are a quantity too, and no number of a class
+        if isinstance(self.task, Regression):
+            # whole dollars and counts are quantities too, and no numbers of classes
             y = y.double()
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         for role, column in by_role.items():
