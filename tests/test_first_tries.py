@@ -154,9 +154,12 @@ def test_a_regression_with_a_chronological_split():
     assert len(values) == 3
     with pytest.raises(AttributeError, match=r"task=data\.task"):
         _ = data.num_classes
-    large = TableData(table.assign(cost=table["cost"] * 1000), "cost", Regression(), **settings)
-    with pytest.warns(UserWarning, match="'cost' are around 1.2"):
-        large.setup()
+    dollars = table.assign(cost=table["cost"] * 1000)
+    large = TableData(dollars, "cost", Regression(), **settings)
+    trainer, _ = fitted(large, FedAvg, rounds=3, optimizer=lambda parameters: SGD(parameters, lr=0.03))
+    assert trainer.callback_metrics["test/mae"] < dollars["cost"].std()
+    with pytest.warns(UserWarning, match=r"'cost' are around 1\.2.*standardize_target"):
+        TableData(dollars, "cost", Regression(), standardize_target=None, **settings).setup()
 
 
 # Images and Datasets

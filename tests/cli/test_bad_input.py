@@ -22,7 +22,7 @@ NAMES = {
     "fti": "'fti' is not a command; did you mean fit?",
     "": (
         "a command is missing; choose from fit, validate, test, join, adapters, advise, compare, configs, flower, "
-        "methods, predict, status."
+        "matrix, memory, methods, predict, status."
     ),
     "compar": "'compar' is not a command; did you mean compare?",
     "fit": "nothing is given for data; name it by --data",

@@ -118,11 +118,18 @@ def test_another_spelling_is_no_new_client(spelled, trained, tmp_path):
         make_trainer(tmp_path).join(model_of(late), datamodule=late, ckpt_path=trained[2])
 
 
-def test_another_column_is_refused_by_name(trained, tmp_path):
-    late = hospitals("Erfurt", standardize=trained[1].standardize)
+def test_a_net_for_a_further_column_is_refused_and_one_for_the_federations_joins(trained, tmp_path):
     table = rows(["Erfurt"]).assign(weight=1.0)
-    late = TableData(table, "out", Classification(2), client="site", standardize=trained[1].standardize)
-    with pytest.raises(MisconfigurationException, match=r"data\.features.*weight"):
+    settings = {"client": "site", "standardize": trained[1].standardize}
+    late = TableData(table, "out", Classification(2), **settings)
+    wide = model_of(late)
+    with (
+        pytest.warns(UserWarning, match="no inputs of the federation: weight"),
+        pytest.raises(MisconfigurationException, match=r"model\.input_shape=\(3,\).*\(2,\)"),
+    ):
+        make_trainer(tmp_path).join(wide, datamodule=late, ckpt_path=trained[2])
+    late = TableData(table, "out", Classification(2), fitted=trained[2], **settings)
+    with pytest.warns(UserWarning, match="no inputs of the federation: weight"):
         make_trainer(tmp_path).join(model_of(late), datamodule=late, ckpt_path=trained[2])
 
 

@@ -47,6 +47,14 @@ trainer: {{max_rounds: 1, default_root_dir: {root}, accelerator: cpu, limit_val_
 """
 
 
+COSTS = (
+    CONFIG.replace("target: ill", "target: cost\n    features: [age, sex]")
+    .replace("    classes: [well, ill]\n", "")
+    .replace("{{class_path: Classification, init_args: {{num_classes: 2}}}}", "Regression")
+)
+"""The same with a quantity in dollars, which each client standardises by its own training rows."""
+
+
 def table() -> pd.DataFrame:
     """Three clients with gaps, and splits of their own."""
     drawn = np.random.default_rng(0)
@@ -58,32 +66,40 @@ def table() -> pd.DataFrame:
     return made
 
 
+def costly(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with a cost around 50,000 dollars, of another level at each client."""
+    level = rows["site"].map({"Bremen": 10_000, "Jena": 20_000, "Ulm": 30_000})
+    return rows.assign(cost=level + 800.0 * rows["age"].fillna(50))
+
+
 class Deployment:
     """A server and two sites in one process, each with files of its own.
 
     Args:
         folder: of all files.
         method: the client module's class.
+        config: the configuration, with places for method and data.
     """
 
-    def __init__(self, folder: Path, method: str) -> None:
+    def __init__(self, folder: Path, method: str, config: str = CONFIG) -> None:
         self.folder, self.root, self.app = folder, folder / "there", folder / "clinics"
         rows = table()
+        rows = costly(rows) if config is COSTS else rows
         rows.to_csv(folder / "all.csv", index=False)
         # the server has the names of columns alone
         rows[:0].to_csv(folder / "names.csv", index=False)
 
-        def config(name: str, path: Path, clients: object = "null") -> str:
-            text = CONFIG.format(method=method, path=path, root=self.root, clients=clients)
+        def write(name: str, path: Path, clients: object = "null") -> str:
+            text = config.format(method=method, path=path, root=self.root, clients=clients)
             (folder / name).write_text(text)
             return text
 
-        config("mine.yaml", folder / "names.csv", clients=3)
-        config("simulation.yaml", folder / "all.csv")
+        write("mine.yaml", folder / "names.csv", clients=3)
+        write("simulation.yaml", folder / "all.csv")
         self.nodes = {}
         for node, names in SITES.items():
             rows[rows["site"].isin(names)].to_csv(folder / f"rows-{node}.csv", index=False)
-            text = config(f"site-{node}.yaml", folder / f"rows-{node}.csv")
+            text = write(f"site-{node}.yaml", folder / f"rows-{node}.csv")
             # its data alone, as a site writes it
             (folder / f"site-{node}.yaml").write_text(text[text.index("data:") : text.index("trainer:")])
             self.nodes[node] = {
@@ -165,6 +181,35 @@ def test_raw_rows_at_each_site_give_the_federation_s_test_figures(tmp_path, monk
         ("--config gone.yaml", "gone.yaml is no file"),
     ):
         assert words in refusal(f"predict --state-dir {deployment.states(1)} --data raw.csv {line}", capsys)
+
+
+@pytest.mark.exhaustive
+def test_costs_at_sites_are_measured_and_predicted_in_dollars(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    deployment = Deployment(tmp_path, "FedPer", COSTS)
+    figures = deployment.run()
+    pfl(
+        "fit --config simulation.yaml --trainer.engine sequential --trainer.default_root_dir here "
+        "--trainer.enable_progress_bar false --trainer.enable_model_summary false"
+    )
+    (file,) = Path("here").rglob("clients.csv")
+    here = {row["name"]: row for row in read_csv(file)}
+    for node, names in SITES.items():
+        rows = costly(raw(names))
+        lines = predict(f"--state-dir {deployment.states(node)} --data raw.csv --ckpt_path last")
+        errors: dict[str, list[float]] = {}
+        for line in lines:
+            own = errors.setdefault(line["client"], [])
+            own.append(abs(float(line["prediction"]) - rows["cost"].iloc[int(line["row"])]))
+        for name in names:
+            told = float(figures[name]["test/mae"])
+            assert told > 1000 and np.mean(errors[name]) == pytest.approx(told, rel=1e-4)
+            assert told == pytest.approx(float(here[name]["test/mae"]), rel=1e-4)
+    # a model that leaves its site knows its unit, by the client's name and by none
+    path = models_in(federation_in(deployment.states(1)), best=False)["Ulm"]
+    alone, named = FedPer.load_from_checkpoint(path), FedPer.load_from_checkpoint(path, client="Ulm")
+    mean = table().pipe(costly).query("site == 'Ulm' and part == 'train'")["cost"].mean()
+    assert alone.target_scale == named.target_scale and named.target_scale.mean[0] == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.exhaustive

@@ -12,14 +12,14 @@ from federations import blobs, make_client
 from pfl_lightning import methods
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import FederatedDataModule, Preprocessing, TableData, TensorData
+from pfl_lightning.data import FederatedDataModule, Preprocessing, TableData, TargetScale, TensorData
 from pfl_lightning.flower.remote_data import remote_data
 from pfl_lightning.flower.site import ALWAYS, Site, ids_of
 from pfl_lightning.flower.template import Refused
 from pfl_lightning.methods import FedAvg, FedProto, Local
 from pfl_lightning.methods.fedpac import PACClient
 from pfl_lightning.methods.scaffold import ControlVariates
-from pfl_lightning.tasks import Classification
+from pfl_lightning.tasks import Classification, Regression
 
 
 def data(*sizes: int) -> FederatedDataModule:
@@ -188,6 +188,21 @@ def test_a_site_alone_refuses_what_rows_of_all_clients_decide(settings, says):
     # whoever has the tables of all clients gets what a simulation gets
     both = joined([table_of(*held).assign(who=client) for client, held in enumerate(SITES)])
     assert Site(clinic(both, **settings), [2]).size(2, "train") == 24
+
+
+def test_a_site_alone_refuses_a_scale_of_all_clients_targets():
+    def ages(way: Any) -> Site:
+        rows = table_of(*SITES[1]).assign(dose=1.0)
+        own = TableData(rows, "age", Regression(), ["dose"], "who", standardize_target=way)
+        own.setup()
+        return Site(own, [2])
+
+    with pytest.raises(MisconfigurationException, match=r"data\.standardize_target=table .* take client, or give"):
+        ages("table")
+    given = ages({"age": [50, 10]})
+    assert given.target_scale(2) == TargetScale((50.0,), (10.0,)) and given.client(2).target_scale is not None
+    # what sites must have in common, and what is each one's own
+    assert given.inputs != ages({"age": [40, 10]}).inputs and ages("client").inputs == ages("client").inputs
 
 
 def test_sites_tell_by_a_fingerprint_whether_they_make_the_same_inputs():

@@ -20,7 +20,16 @@ from local_grid import LocalGrid
 from federations import Pause, fit, make_trainer, plain
 from pfl_lightning.data import TableData
 from pfl_lightning.flower.client_app import Worker, app_of
-from pfl_lightning.flower.first_exchange import KINDS, TOLD, FirstExchange, kept, merged, pieces, take_over
+from pfl_lightning.flower.first_exchange import (
+    KINDS,
+    TOLD,
+    FirstExchange,
+    kept,
+    merged,
+    pieces,
+    take_over,
+    values_of,
+)
 from pfl_lightning.flower.greeting import settings_told
 from pfl_lightning.flower.link import Link, initial_of
 from pfl_lightning.flower.site import Site
@@ -29,7 +38,7 @@ from pfl_lightning.flower.template import Refused
 from pfl_lightning.flower.wire import pack, unpack
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.privacy import DPAverage, SecureSum
-from pfl_lightning.tasks import Classification
+from pfl_lightning.tasks import Classification, Regression
 
 CLASSES, SEXES = ["cold", "covid", "flu"], ["f", "m"]
 HELD = [["cold", "covid", "flu"], ["flu", "covid"], ["flu", "cold"]]
@@ -182,6 +191,31 @@ def test_moments_of_sites_are_those_of_all_rows():
     found, every = merged(told, ["scales"]), np.concatenate(parts)
     assert found["mean"]["age"] == pytest.approx(every.mean(), rel=1e-12)
     assert found["deviation"]["age"] == pytest.approx(every.std(), rel=1e-9)
+
+
+@pytest.mark.parametrize("standardize", ["table", "client", None])
+def test_targets_of_sites_get_the_scale_of_all_training_rows(standardize):
+    def prices(rows):
+        rows = rows.assign(price=300_000 + 1000 * rows["age"] * (1 + rows["who"]))
+        settings = {
+            "standardize": standardize,
+            "standardize_target": "table",
+            "test_fraction": 0.0,
+            "val_fraction": 0.0,
+        }
+        return TableData(rows, "price", Regression(), ["age"], "who", **settings)
+
+    sites = [prices(table(client)) for client in range(3)]
+    told = {node: values_of(site, ["scales"], "{}") for node, site in enumerate(sites)}
+    # of inputs only what all fit together
+    assert ("mean" in told[0]) == (standardize == "table")
+    every = prices(pandas.concat([table(client) for client in range(3)]))
+    every.setup()
+    agreed = json.dumps(merged(told, ["scales"]))
+    for site in sites:
+        take_over(site, agreed)
+        found, expected = site.target_scale(0), every.target_scale(0)
+        assert found.mean == pytest.approx(expected.mean) and found.deviation == pytest.approx(expected.deviation)
 
 
 @pytest.mark.parametrize(

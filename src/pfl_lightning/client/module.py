@@ -37,6 +37,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.files import PLAIN, read_checkpoint
+from pfl_lightning.data.target_scale import TargetScale, saved_scale
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict, digest, tree_map
@@ -151,6 +152,13 @@ class ClientModule(LightningModule):
     They are functions of the client's state, payload and data. A change of any other attribute ends the run, as it
     would leak from one client to the next. Engine ``vectorised`` refuses training steps that read an attribute which
     differs between clients; let steps read buffers.
+    """
+
+    target_scale: TargetScale | None = None
+    """Mean and deviation of standardised targets, outside a federation; ``forward`` is of standardised outputs.
+
+    `predict_step`, `validation_step`, `test_step` and `export` give outputs in the target's unit. None where targets
+    weren't standardised, and for the global model where each client has its own scale.
     """
 
     _class_weights: Tensor | None
@@ -675,16 +683,37 @@ class ClientModule(LightningModule):
             checkpoint: the checkpoint, completed in place.
         """
         complete(self, checkpoint)
+        # a checkpoint from a site is of a single client
+        own = list(checkpoint.get("federation", {}).get("own", {}).values())
+        self.target_scale = saved_scale(own[0]["inputs"], own[0]["local"]) if own else saved_scale(checkpoint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the targets' scale to a checkpoint of a plain ``lightning.Trainer``; a federation's has its data's entry.
+
+        Args:
+            checkpoint: the checkpoint, completed in place.
+        """
+        if (scale := self.target_scale) is not None:
+            moments = {"target_mean": scale.mean, "target_deviation": scale.deviation}
+            named = {name: {str(place): number for place, number in enumerate(own)} for name, own in moments.items()}
+            checkpoint["target_scale"] = {"preprocessing": named}
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Return the outputs for a batch of inputs, or of inputs and targets.
+        """Return the outputs for a batch of inputs, or of inputs and targets, in the target's unit.
 
         Args:
             batch: inputs, or a list or tuple that begins with inputs.
             batch_idx: number of the batch.
         """
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
-        return cast(Tensor, self(x))
+        return self._in_units(self(x))
+
+    def _in_units(self, values: Tensor) -> Tensor:
+        """Return outputs or targets in the target's unit, at least in single precision."""
+        if self.target_scale is None:
+            return values
+        # half precision has three digits, too few for 300,000 dollars
+        return self.target_scale.undone(values.to(torch.promote_types(values.dtype, torch.float32)))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the metrics ``val/…``, under a plain ``lightning.Trainer``.
@@ -716,7 +745,8 @@ class ClientModule(LightningModule):
         """Log a batch's loss, and add the batch to the metrics."""
         x, target = batch
         outputs = self(x)
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        outputs = self._in_units(outputs.to(torch.promote_types(outputs.dtype, torch.float32)))
+        target = target if self.target_scale is None else self._in_units(target)
         loss = self.task.loss(outputs, target)
         super().log(f"{split}/loss", loss, on_step=False, on_epoch=True, batch_size=rows_in(target))
         # past nn.Module, which would make a submodule of the metrics and so change the modules that engines see
@@ -734,8 +764,9 @@ class ClientModule(LightningModule):
         """Write this model to a file for use without this package: from inputs as the net takes them to outputs.
 
         What makes inputs of raw rows, such as scaling and codes of texts, is not in the file; outputs are those of the
-        net, such as logits. ``.pt2`` is torch's own format (``torch.export.load(path).module()``), ``.ts`` is
-        TorchScript (``torch.jit.load``), and ``.onnx`` needs the extra ``onnx``.
+        net, such as logits, and in the target's unit where targets were standardised. ``.pt2`` is torch's own format
+        (``torch.export.load(path).module()``), ``.ts`` is TorchScript (``torch.jit.load``), and ``.onnx`` needs the
+        extra ``onnx``.
 
         Args:
             path: the file; its ending names the format.
@@ -761,6 +792,9 @@ class ClientModule(LightningModule):
         # a hook is of the outputs of its own class and of those above
         knows = next(kind for kind in type(self).__mro__ if vars(kind).keys() & {"forward", "predicting_module"})
         model = client.predicting_module() if "predicting_module" in vars(knows) else Forward(client)
+        if self.target_scale is not None:
+            wide = torch.promote_types(cast(torch.dtype, self.dtype), torch.float32)
+            model = InUnits(model, self.target_scale, self.task.outputs, wide).to(self.device)
         model.eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -903,10 +937,11 @@ class ClientModule(LightningModule):
                 ) from error
             raise
         if client is not None:
-            federation = read_checkpoint(checkpoint_path, map_location=model.device, mapped=False)["federation"]
-            saved = saved_client(checkpoint_path, federation, client, model.architecture_of, model.device)
+            checkpoint = read_checkpoint(checkpoint_path, map_location=model.device, mapped=False)
+            saved = saved_client(checkpoint_path, checkpoint["federation"], client, model.architecture_of, model.device)
             model = model.architectures()[saved.architecture].to(model.device)
             model.become_saved(saved)
+            model.target_scale = scale_of(checkpoint_path, checkpoint, client)
         return model
 
     def become_saved(self, saved: "SavedClient") -> None:
@@ -1056,6 +1091,49 @@ def complete(client: ClientModule, checkpoint: dict[str, Any], architecture: int
         # references, which cost no memory
         state = loadable(client)
         checkpoint["state_dict"] = {name: checkpoint["state_dict"].get(name, entry) for name, entry in state.items()}
+
+
+def scale_of(path: str | Path, checkpoint: Mapping[str, Any], client: int | str) -> TargetScale | None:
+    """Return the scale of a client's targets from a federation's checkpoint; None where targets are as loaded.
+
+    Args:
+        path: the checkpoint's file.
+        checkpoint: the checkpoint.
+        client: the client's name or id.
+    """
+    saved = checkpoint["federation"]
+    # at a site, and after a join, a client has another place in its own data than in the federation
+    kept = saved.get("own", {}).get(str(client))
+    if kept is None and client not in payloads_of(saved) and str(client) not in saved.get("names", []):
+        kept = joined_models(path, saved).get(str(client))
+    return saved_scale(checkpoint, client) if kept is None else saved_scale(kept["inputs"], kept["local"])
+
+
+class InUnits(nn.Module):
+    """A model's outputs in the target's unit.
+
+    Args:
+        model: the model, whose outputs are of standardised targets.
+        scale: the targets' mean and deviation.
+        outputs: number of its outputs for a sample.
+        dtype: type of the result, at least single precision.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, model: nn.Module, scale: TargetScale, outputs: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
+            # one for each output, as a quantity may have several levels side by side
+            own = torch.tensor(numbers, dtype=dtype).repeat_interleave(outputs // len(numbers))
+            self.register_buffer(name, own)
+
+    def forward(self, x: Any) -> Tensor:
+        """Return the outputs."""
+        outputs: Tensor = self.model(x)
+        return outputs.to(self.mean.dtype) * self.deviation + self.mean
 
 
 class Forward(nn.Module):

@@ -40,6 +40,7 @@ from pfl_lightning.data.sources import (
     TensorData,
     VisionData,
 )
+from pfl_lightning.data.target_scale import TargetScale
 from pfl_lightning.data.tiny_imagenet import TinyImageNet
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "Shakespeare",
     "Split",
     "TableData",
+    "TargetScale",
     "TensorData",
     "TinyImageNet",
     "VisionData",

@@ -37,6 +37,7 @@ from pfl_lightning.data.preparation import as_loaded, prepared, public_samples
 from pfl_lightning.data.preprocessing import FittedOn
 from pfl_lightning.data.samples import Loaded, Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.data.target_scale import TargetScale
 from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import as_call
@@ -344,6 +345,17 @@ class FederatedDataModule(LightningDataModule, ABC):
             division: the pool positions of each client's rows.
         """
         return samples
+
+    def target_scale(self, client: int | str | None) -> TargetScale | None:
+        """Return the mean and deviation by which a client's targets were standardised; None where they are as loaded.
+
+        Evaluations and predictions undo the scale. An override belongs to a `preprocess` that standardises targets.
+
+        Args:
+            client: the client's id or name, or ``new``, as for `inputs`; None asks for the scale that all clients
+                share, which a model of nobody has.
+        """
+        return None
 
     @property
     def fitted_on(self) -> FittedOn:

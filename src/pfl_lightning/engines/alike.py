@@ -12,6 +12,7 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.data.target_scale import TargetScale
 from pfl_lightning.engines.base import Engine, Job, ReadsClient
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
@@ -67,7 +68,9 @@ class Alike:
                         gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
                     parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     if any(parts.sizes):
-                        results[split] = ClientMetrics(self._measured(clients, parts))
+                        known = getattr(job.data.source, "target_scale", None)
+                        scales = [None if known is None else known(client) for client in clients]
+                        results[split] = ClientMetrics(self._measured(clients, parts, scales))
         except torch.cuda.OutOfMemoryError:
             return None
         except SamplesMeet:
@@ -83,12 +86,15 @@ class Alike:
             return None
         return Evaluated(clients, results)
 
-    def _measured(self, clients: Sequence[int], parts: Parts) -> Iterator[tuple[list[int], Columns]]:
+    def _measured(
+        self, clients: Sequence[int], parts: Parts, scales: Sequence[TargetScale | None]
+    ) -> Iterator[tuple[list[int], Columns]]:
         """Yield the clients with samples and their metrics, those of a forward pass together.
 
         Args:
             clients: the clients.
             parts: their samples.
+            scales: the scales of their targets.
         """
         rows = [row for row, size in enumerate(parts.sizes) if size]
         at_once = rows_at_once(self.module.task, parts.whole.y)
@@ -99,43 +105,46 @@ class Alike:
             count, total = (len(ends), ends[-1]) if ends else (1, parts.sizes[rows[0]])
             samples = parts.whole.take(slice(begin, begin + total))
             sizes = [parts.sizes[row] for row in rows[:count]]
-            values = self._together(samples, sizes) if ends else self._alone(samples)
+            own = [scales[row] for row in rows[:count]]
+            values = self._together(samples, sizes, own) if ends else self._alone(samples, own[0])
             yield [clients[row] for row in rows[:count]], values
             rows, begin = rows[count:], begin + total
 
-    def _alone(self, samples: Samples) -> Columns:
-        values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context)
+    def _alone(self, samples: Samples, scale: TargetScale | None) -> Columns:
+        values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context, scale=scale)
         return {name: [value] for name, value in values.items()}
 
-    def _together(self, samples: Samples, sizes: Sequence[int]) -> Columns:
+    def _together(self, samples: Samples, sizes: Sequence[int], scales: Sequence[TargetScale | None]) -> Columns:
         """Return the metrics of several clients, from one forward pass.
 
         Args:
             samples: the clients' samples, client after client.
             sizes: number of samples of each client.
+            scales: the scale of each client's targets.
 
         Raises:
             SamplesMeet: if they aren't those of each client's own forward pass.
         """
         with self.engine.forward_context():
             outputs = self.module(samples.x)
-        values = evaluate_outputs(outputs, samples.y, sizes, self.engine.metrics, self.module.task)
+        values = evaluate_outputs(outputs, samples.y, sizes, self.engine.metrics, self.module.task, scales)
         if not self._compared:
             for index in {0, len(sizes) - 1}:
                 end = sum(sizes[: index + 1])
                 rows = slice(end - sizes[index], end)
                 own = {name: column[index] for name, column in values.items()}
-                self._compare(samples.take(rows), outputs[rows], own)
+                self._compare(samples.take(rows), outputs[rows], own, scales[index])
             self._compared = True
         return values
 
-    def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any]) -> None:
+    def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any], scale: TargetScale | None) -> None:
         """Compare a client's outputs and metrics with those of the client alone.
 
         Args:
             samples: the client's samples.
             outputs: its outputs among those of others.
             values: its metrics.
+            scale: the scale of its targets.
 
         Raises:
             SamplesMeet: if they differ by more than rounding.
@@ -147,9 +156,10 @@ class Alike:
             raise SamplesMeet
         # From the same outputs, as those of the other pass may fall into another class or bin.
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        metrics = computed_on(self.engine.metrics, wide, samples.y)
+        wide, target = (wide, samples.y) if scale is None else map(scale.undone, (wide, samples.y))
+        metrics = computed_on(self.engine.metrics, wide, target)
         task = self.module.task
-        metrics["loss"] = float(task.loss(wide, samples.y, "sum")) / float(task.weight(samples.y) or math.nan)
+        metrics["loss"] = float(task.loss(wide, target, "sum")) / float(task.weight(target) or math.nan)
         if metrics.keys() != values.keys() or not all(map(same, metrics.values(), (values[name] for name in metrics))):
             raise SamplesMeet
 

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule, Phase
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data import ClientData, LastBatch, Samples, Split
+from pfl_lightning.data import ClientData, LastBatch, Samples, Split, TargetScale
 from pfl_lightning.data.batches import Limit, continued_orders, epoch_order
 from pfl_lightning.engines.client_metrics import Evaluated
 from pfl_lightning.engines.errors import ClientsLost, during, moment, named
@@ -481,17 +481,18 @@ class Engine(ABC):
         adapted = self.metrics_on(data, job.evaluate)
         return adapted | {f"{split}_received": values for split, values in received.items()}
 
-    def evaluate_model(self, model: StateDict, samples: Samples) -> dict[str, float]:
+    def evaluate_model(self, model: StateDict, samples: Samples, scale: TargetScale | None = None) -> dict[str, float]:
         """Return the metrics of a model without a client, such as the server's.
 
         Args:
             model: entries of the client module's ``state_dict``; missing entries keep their values.
             samples: the samples to evaluate on.
+            scale: the scale of their targets; None where these are as loaded.
         """
         self.set_mode(training=False)
         self.module.assign(model)
         samples = samples.to(self.device, cast(torch.dtype, self.module.dtype))
-        return evaluate(self.module, samples, self.metrics, self.forward_context)
+        return evaluate(self.module, samples, self.metrics, self.forward_context, scale=scale)
 
     def become(self, job: Job, training: bool = False) -> ClientData:
         """Load a job's client into the module; return the client's data on the training device.
@@ -593,8 +594,9 @@ class Engine(ABC):
     def metrics_on(self, data: ClientData, splits: tuple[Split, ...]) -> dict[str, dict[str, float]]:
         """Return the metrics of the module's current model by split; splits without samples are left out."""
         held: dict[str, Samples] = {split: getattr(data, split) for split in splits}
+        scale = data.target_scale
         return {
-            split: evaluate(self.module, samples, self.metrics, self.forward_context, split)
+            split: evaluate(self.module, samples, self.metrics, self.forward_context, split, scale)
             for split, samples in held.items()
             if len(samples)
         }

@@ -38,6 +38,7 @@ from torchmetrics.utilities import dim_zero_cat
 from pfl_lightning.client import ClientModule
 from pfl_lightning.contract.pairing import two_samples
 from pfl_lightning.data import CHUNK, FederatedDataModule, Samples
+from pfl_lightning.data.target_scale import TargetScale, undone_of_clients
 from pfl_lightning.data.trees import Tree, joined, rows_in, shortened, take
 from pfl_lightning.engines.client_metrics import Columns
 from pfl_lightning.internals.of_torchmetrics import count_updates
@@ -293,15 +294,17 @@ def evaluate(
     metrics: MetricCollection,
     forward_context: Callable[[], AbstractContextManager[None]],
     split: str = "test",
+    scale: TargetScale | None = None,
 ) -> dict[str, float]:
-    """Return a client module's metrics on a client's samples.
+    """Return a client module's metrics on a client's samples, in the target's unit.
 
     Args:
         module: the module in its current state; the training mode is restored afterwards.
         samples: at least one sample, on the module's device.
         metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
         forward_context: returns the context for a forward pass.
-        split: the samples' split, for a LightningModule that measures itself.
+        split: the samples' split, for a LightningModule that measures itself, on standardised targets.
+        scale: the scale of standardised targets; None where targets are as loaded.
 
     Returns:
         Values by name; under ``NAME_pooled`` the state of a metric over all clients' samples.
@@ -322,13 +325,16 @@ def evaluate(
             with forward_context():
                 outputs = module(x)
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            if scale is not None:
+                outputs, target = scale.undone(outputs), scale.undone(target)
             metrics.update(outputs, target)
             if task.samples_meet:
                 together.append(outputs)
             else:
                 losses.append(task.loss(outputs, target, "sum"))
     if together:
-        losses = [task.loss(torch.cat(together), samples.y, "sum")]
+        whole = samples.y if scale is None else scale.undone(samples.y)
+        losses = [task.loss(torch.cat(together), whole, "sum")]
     return computed(metrics) | {"loss": mean_of(torch.stack(losses).sum(), task.weight(samples.y))} | own
 
 
@@ -387,7 +393,12 @@ def mean_of(total: Tensor, weight: int | Tensor) -> float:
 
 @torch.no_grad()
 def evaluate_outputs(
-    outputs: Tensor, target: Tree, sizes: Sequence[int], metrics: MetricCollection, task: Task
+    outputs: Tensor,
+    target: Tree,
+    sizes: Sequence[int],
+    metrics: MetricCollection,
+    task: Task,
+    scales: Sequence[TargetScale | None] = (),
 ) -> Columns:
     """Return the results of `evaluate` for several clients, from their outputs.
 
@@ -400,11 +411,14 @@ def evaluate_outputs(
         sizes: number of samples of each client, at least one, of sum n.
         metrics: the metrics of outputs and targets, besides the task's mean ``loss``.
         task: the prediction task.
+        scales: the scale of each client's targets; empty where all targets are as loaded.
 
     Returns:
         A column of the clients' values for each name.
     """
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    if isinstance(target, Tensor):
+        outputs, target = (undone_of_clients(each, scales, sizes) for each in (outputs, target))
     lengths = torch.tensor(sizes, device=outputs.device)
     owners = torch.arange(len(sizes), device=outputs.device).repeat_interleave(lengths, output_size=len(outputs))
     columns: dict[str, list[Any]] = {}
@@ -571,7 +585,13 @@ def computed_from(metric: Metric, states: StateDict) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_padded(outputs: Tensor, targets: Sequence[Tree], metrics: MetricCollection, task: Task) -> Columns:
+def evaluate_padded(
+    outputs: Tensor,
+    targets: Sequence[Tree],
+    metrics: MetricCollection,
+    task: Task,
+    scales: Sequence[TargetScale | None] = (),
+) -> Columns:
     """Return the results of `evaluate_outputs` for outputs padded to the same number of samples.
 
     Args:
@@ -579,11 +599,12 @@ def evaluate_padded(outputs: Tensor, targets: Sequence[Tree], metrics: MetricCol
         targets: each client's targets, at least one.
         metrics: as for `evaluate_outputs`.
         task: the prediction task.
+        scales: as for `evaluate_outputs`.
     """
     sizes = [rows_in(target) for target in targets]
     real = torch.arange(outputs.shape[1]) < torch.tensor(sizes)[:, None]
     (target,) = joined([(target,) for target in targets])
-    return evaluate_outputs(outputs[real.to(outputs.device)], target, sizes, metrics, task)
+    return evaluate_outputs(outputs[real.to(outputs.device)], target, sizes, metrics, task, scales)
 
 
 def is_accuracy(metric: Any) -> bool:

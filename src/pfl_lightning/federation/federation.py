@@ -41,9 +41,10 @@ from pfl_lightning.contract.pairing import (
     check_tells,
     check_tied,
 )
-from pfl_lightning.data import ClientData, FederatedDataModule, Split
+from pfl_lightning.data import ClientData, FederatedDataModule, Split, TargetScale
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.data.record_columns import in_columns, in_rows
+from pfl_lightning.data.target_scale import saved_scale
 from pfl_lightning.engines import ClientMetrics, ClientState, Engine, Job, Sequential
 from pfl_lightning.engines.base import AnyClient, given_modes, release
 from pfl_lightning.engines.client_metrics import by_split
@@ -228,10 +229,12 @@ class Federation(LightningModule):
         if not data.redivides:
             return [Part("data.input_drift", {"changes": "changes samples over the rounds"})]
         fitted = Part(
-            "preprocessing by data.standardize=client or data.preprocessing.by=client",
+            "preprocessing by data.standardize=client, data.preprocessing.by=client or data.standardize_target=client",
             excludes={"moves": "scales a sample by the statistics of its first client; take table"},
         )
-        return [Part(drift, moves), *([fitted] if data.fitted_on == "each client" else [])]
+        # targets may be fitted by client where inputs are by table
+        is_own = data.fitted_on == "each client" or data.preprocessing.get("standardize_target") == "client"
+        return [Part(drift, moves), *([fitted] if is_own else [])]
 
     def architecture_of(self, client: int) -> int:
         """Return the index in ``architectures`` of a client's net.
@@ -446,6 +449,9 @@ class Federation(LightningModule):
         setting = per_sample or guarantee
         remedies = "constants known beforehand, such as data.standardize={age: [50, 12]}, categories and classes"
         own = ", or data.standardize=client or data.preprocessing.by=client"
+        if (rows := self.data.preprocessing.get("standardize_target")) in ("table", "client"):
+            remedies += ", and a target's mean and deviation in data.standardize_target, or null there"
+            own += " with data.standardize_target=client" * (rows == "table")
         raise MisconfigurationException(
             f"data={type(self.data).__name__} fits its preprocessing on samples of {fitted}, which {setting} doesn't "
             f"bound; give {remedies}{'' if per_sample else own}, or take data without any."
@@ -863,11 +869,11 @@ class Federation(LightningModule):
         """Return the predictions of one client's model, the same model as in an evaluation.
 
         Args:
-            batch: the client's id or name, inputs, and names of the classes.
+            batch: the client's id or name, inputs, names of the classes, and the targets' scale.
             batch_idx: number of the batch.
         """
-        client, x, class_names = batch
-        return predicted(self._recipe_of(client), x, class_names)
+        client, x, class_names, scale = batch
+        return predicted(self._recipe_of(client), x, class_names, scale)
 
     def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
@@ -881,10 +887,17 @@ class Federation(LightningModule):
                 become(recipe)
                 # Lightning leaves the Trainer out of copies
                 model = deepcopy(recipe.engine.module)
+            model.target_scale = self._scale_of(client)
         finally:
             self.release_modes()
         release(model)
         return model
+
+    def _scale_of(self, client: int | str) -> TargetScale | None:
+        """Return the scale of a client's targets, where the client may be in the data of an earlier join alone."""
+        if isinstance(client, str) and (kept := self.joined.get(client)):
+            return saved_scale(kept["inputs"], kept["local"])
+        return self.data.target_scale(client)
 
     def _recipe_of(self, client: int | str) -> Recipe:
         """Return how a client's model is made.
@@ -1042,7 +1055,8 @@ class Federation(LightningModule):
         if samples is None:
             return {}
         with undisturbed():
-            values = self.engines[0].evaluate_model(model or self.initial[0] | own, samples)
+            scale = self.data.target_scale(None)
+            values = self.engines[0].evaluate_model(model or self.initial[0] | own, samples, scale)
         return {f"test/global_{name}": value for name, value in own_values(values).items()}
 
     def _log_summary(self, summary: dict[str, float]) -> None:
@@ -1239,6 +1253,7 @@ class Federation(LightningModule):
         """Load the global model into the client module."""
         # Frozen weights, which are in place, aren't copied once more.
         self.client.load_state_dict({**loadable(self.client), **self.global_model(common=False)})
+        self.client.target_scale = self.data.target_scale(None)
 
     # Callbacks
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.joined_clients import KeptModels, joined_models
 from pfl_lightning.client.module import complete, payloads_of
-from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples
+from pfl_lightning.data import CHUNK, ClientData, FederatedDataModule, Samples, TargetScale
 from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Sequential
 from pfl_lightning.engines.evaluation import OUTPUTS
@@ -39,7 +39,7 @@ class Predictions:
     """One client's predictions, on the CPU; a row of each tensor is a row of the data.
 
     Args:
-        outputs: the model's outputs ``[n, ...]``, such as logits, floating.
+        outputs: the model's outputs ``[n, ...]``, such as logits, floating; quantities are in the target's unit.
         classes: the most probable class number of each row ``[n]``, int64, or of each position of a row; for a
             multi-label task the labels ``[n, labels]``, bool; None for a task without classes.
         probabilities: probabilities of the classes ``[n, num_classes]``, or of the labels; None without classes.
@@ -198,13 +198,14 @@ def become(recipe: Recipe) -> ClientData:
     return data
 
 
-def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str]) -> Predictions:
+def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str], scale: TargetScale | None) -> Predictions:
     """Return the predictions of a client's model, computed in batches of an evaluation's size.
 
     Args:
         recipe: the client's recipe.
         x: inputs ``[n, ...]``, as the net takes them; None takes the client's test split.
         class_names: names of the classes.
+        scale: mean and deviation of standardised targets, which predictions get back; None for none.
 
     Raises:
         MisconfigurationException: if the client has no test split.
@@ -222,7 +223,8 @@ def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str]) -> Prediction
         def forward(part: Tree) -> Tensor:
             with engine.forward_context():
                 outputs: Tensor = module(part)
-            return outputs.to(torch.promote_types(outputs.dtype, torch.float32)).cpu()
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).cpu()
+            return outputs if scale is None else scale.undone(outputs)
 
         first, _ = next(held.chunks(1))
         size = max(1, min(CHUNK, OUTPUTS // max(1, forward(first).numel())))
@@ -250,9 +252,9 @@ def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:
     return there
 
 
-Batch: TypeAlias = tuple[int | str, Tree, list[str]]
+Batch: TypeAlias = tuple[int | str, Tree, list[str], TargetScale | None]
 """A client's id, or the name of one with a kept model that isn't in the data; the inputs to predict for, None for its
-test split; and names of the classes."""
+test split; names of the classes; and the scale of its targets."""
 
 
 class Asked:
@@ -318,7 +320,8 @@ class Asked:
                 source, local = data_in(kept["inputs"]), kept["local"]
             elif client >= data.num_clients + len(data.newcomers):
                 local = NEW
-            yield client, None if rows is None else source.inputs(rows, local), source.class_names
+            x = None if rows is None else source.inputs(rows, local)
+            yield client, x, source.class_names, source.target_scale(local)
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:
         """Return results by the client's name, or by its id where clients have no names or ids as names.
@@ -386,18 +389,18 @@ class SavedClients(LightningModule):
         """Return one client's predictions.
 
         Args:
-            batch: the client's id or name, inputs and the names of classes.
+            batch: the client's id or name, inputs, names of the classes, and the targets' scale.
             batch_idx: number of the batch.
 
         Raises:
             NeedsSamples: if the client's model can't be made from the checkpoint alone.
         """
-        client, x, class_names = batch
+        client, x, class_names, scale = batch
         if isinstance(client, str):
             kept = self.kept[client]
             source, local = self.source, kept["local"]
             samples = self._nothing(client) if source is None else ClientData(source, source.client_id(local))
-            return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), x, class_names)
+            return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), x, class_names, scale)
         first, total = self.modules_of_clients[0], len(self.payloads)
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
@@ -412,7 +415,7 @@ class SavedClients(LightningModule):
             if is_new
             else saved_job(self.saved, client, index, self.payloads[client], samples, ())
         )
-        return predicted(Recipe(self._engine(index), job, adapts=not is_new), x, class_names)
+        return predicted(Recipe(self._engine(index), job, adapts=not is_new), x, class_names, scale)
 
     def _engine(self, index: int) -> Sequential:
         if index not in self._engines:

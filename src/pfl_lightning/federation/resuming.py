@@ -243,10 +243,10 @@ def preprocessing_of(fitted: Mapping[str, Any], data: FederatedDataModule) -> tu
         data: the data module, set up.
     """
     both = [fitted, data.preprocessing] if fitted else [{}, {}]
-    ways = ("standardize", "by")
-    if data.adopted and any(fitted.get(way) == data.preprocessing.get(way) == "client" for way in ways):
-        of_clients = ("mean", "deviation", *RANGE, "numbers", "category_fill")
-        both = [{name: each[name] for name in each if name not in of_clients} for each in both]
+    inputs, targets = ("mean", "deviation", *RANGE, "numbers", "category_fill"), ("target_mean", "target_deviation")
+    for way, values in (("standardize", inputs), ("by", inputs), ("standardize_target", targets)):
+        if data.adopted and fitted.get(way) == data.preprocessing.get(way) == "client":
+            both = [{name: each[name] for name in each if name not in values} for each in both]
     then, now = (flat("data.preprocessing", each) for each in both)
     # Filled up with empty entries, so that a vocabulary that only one of the two has counts as a change.
     return dict.fromkeys(now) | then, dict.fromkeys(then) | now

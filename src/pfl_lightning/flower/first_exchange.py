@@ -17,7 +17,8 @@ Values: TypeAlias = dict[str, Any]
 KINDS = ("classes", "categories", "scales")
 """What an exchange may have: names of classes, values of columns of texts, and moments of columns of numbers."""
 WORDS = KINDS[:2]
-MOMENTS = ("mean", "deviation")
+PAIRS = (("mean", "deviation"), ("target_mean", "target_deviation"))
+MOMENTS = tuple(moment for pair in PAIRS for moment in pair)
 ASKED = {"kinds": "", "words": {str: str}, "resumed": False}
 """Template of the server's question: kinds apart by spaces, agreed words as JSON, and whether the run goes on."""
 TOLD = {"values": {str: str}, "clients": 0, "agreed": False}
@@ -139,20 +140,21 @@ def merged(answers: Mapping[int, Values], kinds: Sequence[str], classes: int | N
                     f"task takes {classes}; list all in data.classes."
                 )
     if "scales" in kinds:
-        if len({tuple(values["mean"]) for values in every}) > 1:
+        if len({tuple(tuple(values.get(moment, ())) for moment in MOMENTS) for values in every}) > 1:
             raise MisconfigurationException("first-exchange=scales: sites have other features; name them in the app.")
         rows = [values["rows"] for values in every]
-        common |= {"mean": {}, "deviation": {}}
-        for column in every[0]["mean"]:
-            means = [values["mean"][column] for values in every]
-            mean = math.fsum(n * each for n, each in zip(rows, means, strict=True)) / max(sum(rows), 1)
-            # within sites and between them
-            squares = [
-                n * (values["deviation"][column] ** 2 + (each - mean) ** 2)
-                for n, each, values in zip(rows, means, every, strict=True)
-            ]
-            common["mean"][column] = mean
-            common["deviation"][column] = math.sqrt(math.fsum(squares) / max(sum(rows), 1))
+        for first, second in [pair for pair in PAIRS if pair[0] in every[0]]:
+            common |= {first: {}, second: {}}
+            for column in every[0][first]:
+                means = [values[first][column] for values in every]
+                mean = math.fsum(n * each for n, each in zip(rows, means, strict=True)) / max(sum(rows), 1)
+                # within sites and between them
+                squares = [
+                    n * (values[second][column] ** 2 + (each - mean) ** 2)
+                    for n, each, values in zip(rows, means, every, strict=True)
+                ]
+                common[first][column] = mean
+                common[second][column] = math.sqrt(math.fsum(squares) / max(sum(rows), 1))
     return common
 
 
@@ -219,9 +221,11 @@ def values_of(data: FederatedDataModule, kinds: Sequence[str], words: str) -> Va
     preprocessing = data.preprocessing
     values: Values = {kind: preprocessing[kind] for kind in kinds if kind in WORDS}
     # moments of each client's own rows never leave a site
-    if "scales" in kinds and preprocessing["standardize"] == "table":
+    ways = (preprocessing["standardize"], preprocessing.get("standardize_target"))
+    pairs = [pair for pair, way in zip(PAIRS, ways, strict=True) if way == "table"]
+    if "scales" in kinds and pairs:
         rows = sum(data.size(client, "train") for client in range(data.num_clients))
-        values |= {"mean": preprocessing["mean"], "deviation": preprocessing["deviation"], "rows": rows}
+        values |= {moment: preprocessing[moment] for pair in pairs for moment in pair} | {"rows": rows}
     elif "scales" in kinds and words:
         raise Refused("first-exchange=scales: its data has no standardize=table; leave scales out.")
     return values

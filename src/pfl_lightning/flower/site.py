@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from pfl_lightning.client import ClientModule
-from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
+from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split, TargetScale
 from pfl_lightning.data.client_names import client_id, compared, is_integer
 from pfl_lightning.flower.greeting import fingerprint
 from pfl_lightning.flower.remote_data import check_drift
@@ -165,6 +165,10 @@ class Site:
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """Return one split of each client, as a data module does."""
         return self.data.parts([self._local(client) for client in clients], split, device)
+
+    def target_scale(self, client: int) -> TargetScale | None:
+        """Return the scale of a client's targets, as its data module does."""
+        return self.data.target_scale(self._local(client))
 
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples in one split of one client."""

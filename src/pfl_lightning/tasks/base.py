@@ -49,6 +49,12 @@ class Task(ABC):
     allows_nan: ClassVar[bool] = False
     """True if NaN in a target stands for a missing value, left out by the task's loss and metrics."""
 
+    has_scale: ClassVar[bool] = False
+    """True if targets may be standardised, as outputs are quantities in the target's unit.
+
+    It isn't inherited: each class sets it, since a subclass may have a loss of counts or of positive quantities.
+    """
+
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:

@@ -25,6 +25,7 @@ class Regression(Task):
 
     quantities: int = 1
 
+    has_scale = True
     monitor = "mae"
     mode = "min"
 
@@ -208,6 +209,7 @@ class Quantile(Regression):
 
     levels: tuple[float, ...] = (0.1, 0.5, 0.9)
 
+    has_scale = True
     monitor = "pinball"
 
     def __post_init__(self) -> None:

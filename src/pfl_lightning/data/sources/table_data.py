@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ from pfl_lightning.data.sources.columns import (
     vocabulary,
     without_empty,
 )
+from pfl_lightning.data.target_scale import TargetScale, scale_at
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.settings import Unpack, check_choices
 from pfl_lightning.tasks import MultiLabel, Regression, Task
@@ -75,6 +76,10 @@ UNLIKE = 1000
 """Ratio of two columns' widths above which a warning is shown."""
 LARGE = 100
 """Root mean square of a regression's targets above which a warning is shown."""
+MOMENTS = ("mean", "deviation")
+"""Names of a column's fitted numbers, with ``target_`` before them for a target."""
+TargetRows: TypeAlias = Literal["table", "client"] | Mapping[str, Sequence[float]] | None
+"""Training rows that standardise targets, or given numbers by target; None for none."""
 
 
 class TableData(OwnedData):
@@ -91,6 +96,11 @@ class TableData(OwnedData):
     ``preprocessing`` holds ``features`` and ``targets``, the names of the columns in order; ``categories`` and
     ``classes``, the vocabulary of each coded column by its name; and under ``standardize`` the ``mean`` and the
     ``deviation`` of each feature by its name: a number, or a list with one number per client.
+
+    Targets of a regression are standardised too, by ``standardize_target``: a net learns them with mean 0 and deviation
+    1, and predictions, metrics and losses of evaluations are in the target's unit; ``train/loss`` is of the
+    standardised targets. `target_scale` returns their mean and deviation, which ``preprocessing`` holds as
+    ``target_mean`` and ``target_deviation``.
 
     ``preprocessing`` as a setting fills gaps, turns texts and dates into inputs, and scales, all fitted on training
     rows. Then the attribute ``preprocessing`` holds further ``inputs``, the names of the net's inputs in order, and the
@@ -123,6 +133,10 @@ class TableData(OwnedData):
             under ``by=client``, clients unknown to the checkpoint are fitted on their own training rows.
         group: column of each row's group, such as the patient; a client's rows of one group are on one side of its
             splits.
+        standardize_target: training rows that standardise the targets of `Regression` and `Quantile`, ``table`` or
+            ``client``, or a mean and a deviation of each target by name, such as ``{price: [300000, 90000]}``; see
+            ``standardize``. ``auto`` takes those of ``preprocessing.by``, and none without ``preprocessing``. None
+            leaves targets as they are.
         fill_missing_columns: take an input column that the table lacks, or raw rows for a prediction, as a gap in
             every row, under ``preprocessing``; a missing column is refused otherwise. Columns that are no inputs of a
             checkpoint's federation are ignored with a warning.
@@ -130,11 +144,13 @@ class TableData(OwnedData):
 
     Raises:
         MisconfigurationException: if there is no such file or column, or a column has gaps, numbers that aren't finite,
-            texts among numbers, or values outside its vocabulary.
+            texts among numbers, or values outside its vocabulary, or a target to standardise is constant.
     """
 
     # Attributes of the class, as a data module may be made of its entry in a checkpoint alone, without __init__.
     _settings: Preprocessing | None = None
+    _target_rows: TargetRows = None
+    """Training rows that standardise targets, or given numbers; a checkpoint's, where one is adopted."""
     _shape: tuple[int, ...] | None = None
     _vocabularies: Mapping[str, list[str]] = MappingProxyType({})
     """Given vocabularies of columns."""
@@ -174,6 +190,7 @@ class TableData(OwnedData):
         fitted: str | Path | None = None,
         group: str | None = None,
         fill_missing_columns: bool = False,
+        standardize_target: Literal["auto", "table", "client"] | Mapping[str, Sequence[float]] | None = "auto",
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
@@ -187,6 +204,8 @@ class TableData(OwnedData):
         check_choices("data", decimal=(decimal, (".", ",")))
         self._settings = Preprocessing() if preprocessing == "auto" else preprocessing
         self._check_preprocessing(standardize, categories)
+        self.standardize_target = standardize_target
+        self._target_rows = self._asked_target_rows()
         if fill_missing_columns and self._settings is None:
             raise MisconfigurationException(
                 "data.fill_missing_columns=true needs values for gaps; set data.preprocessing=auto, or leave it out"
@@ -223,7 +242,14 @@ class TableData(OwnedData):
                 "came along; leave it out of the file, or name the features in data.features"
             )
         if isinstance(standardize, Mapping):
-            check_given(standardize, self._features)
+            check_given(standardize, self._features, "standardize")
+        if isinstance(self._target_rows, Mapping):
+            check_given(self._target_rows, self._targets, "standardize_target")
+            if lacking := [name for name in self._targets if name not in self._target_rows]:
+                raise MisconfigurationException(
+                    f"data.standardize_target has no mean and deviation of {listed(lacking)}; give both, such as [50, "
+                    "12], for each target"
+                )
         # columns named by the user may be ids or dates, on purpose; columns that were merely left over may not
         self._are_named = features is not None
         self._table_words: dict[str, list[str]] = {}
@@ -260,6 +286,25 @@ class TableData(OwnedData):
                 f"data.preprocessing.by=client: rows of data.central_test={self.central_test} belong to no client, so "
                 "no training rows fit them; take table, or leave data.central_test out"
             )
+
+    def _asked_target_rows(self) -> TargetRows:
+        """Return whose training rows standardise targets by the settings, or given numbers."""
+        asked, has_scale = self.standardize_target, vars(type(self.task)).get("has_scale", False)
+        if not isinstance(asked, Mapping) and asked is not None:
+            check_choices("data", standardize_target=(asked, ("auto", "table", "client")))
+        if asked == "auto":
+            return self._settings.by if self._settings is not None and has_scale else None
+        if asked is not None and not has_scale:
+            raise MisconfigurationException(
+                f"data.standardize_target={asked!r}: targets of task {self.task} have no scale to learn, as those of "
+                "Regression and Quantile have; leave it out"
+            )
+        if asked == "client" and self.central_test is not None:
+            raise MisconfigurationException(
+                f"data.standardize_target=client: rows of data.central_test={self.central_test} belong to no client, "
+                "so no training rows standardise their targets; take table, or leave data.central_test out"
+            )
+        return asked
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -312,6 +357,9 @@ class TableData(OwnedData):
         # of an earlier fit, which must not decide over columns once more
         self.preprocessing, self._table_words = {}, {}
         # `preprocess` fits a given transformer, which is in no checkpoint
+        # late rows are measured and predicted by the federation's scale, whatever their own settings
+        taken = bool(self.adopted)
+        self._target_rows = self.adopted.get("standardize_target") if taken else self._asked_target_rows()
         if self.adopted and "transformer" not in self.adopted:
             self._adopt_columns()
         else:
@@ -348,6 +396,9 @@ class TableData(OwnedData):
             self._raw = table[self._features] if frame else self._raw_columns(table, self._where)
             self._gaps = {column: int(table[column].isna().sum()) for column in self._features}
         y = torch.stack([self._numbers(table[column], is_target=True) for column in self._targets], dim=1)
+        if isinstance(self.task, Regression):
+            # whole dollars and counts are quantities too, and no numbers of classes
+            y = y.double()
         columns = {name: None if column is None else table[column].to_numpy() for name, column in self._others.items()}
         for role, column in by_role.items():
             # a column that is an input too was read as inputs are
@@ -417,6 +468,8 @@ class TableData(OwnedData):
         if extra := [name for name in self._asked[1] if name not in taken["features"]]:
             rank_zero_warn(f"data: {self._where} has columns that are no inputs of the federation: {listed(extra)}.")
         self._features, self.preprocessing = list(taken["features"]), dict(taken)
+        if self._settings is None:
+            self._shape = (len(self._features),)
         self.standardize = taken["standardize"]
         own = {} if "by" in taken else taken["categories"]
         self._vocabularies = {**self._vocabularies, **taken["classes"], **own}
@@ -636,12 +689,11 @@ class TableData(OwnedData):
                 "data.preprocessing.transformer is in no checkpoint, and can't be fitted anew without the rows of all "
                 "clients of the federation; give a table with all of them, or settings of columns in its place"
             )
-        if type(self.task) is Regression:
-            warn_of_targets(samples.y[trained_on(division)].view(-1, len(self._targets)), self._targets)
         self._fitted_clients = list(division.names) or list(map(str, range(len(division.clients))))
         if self.adopted:
             places = {name: place for place, name in enumerate(self.adopted_names)}
             self._taken_places = [places.get(name) for name in self._fitted_clients]
+        samples = Samples(samples.x, self._scaled_targets(samples.y, division))
         if self._settings is not None:
             x = self._prepared(samples.x.numpy(), division)
             self._raw = None
@@ -674,6 +726,52 @@ class TableData(OwnedData):
             }
         self._keep_ranges(samples.x, division)
         return Samples(x, samples.y)
+
+    def _scaled_targets(self, y: Tensor, division: Division) -> Tensor:
+        """Return targets standardised by training rows, by given numbers or by a federation's values; keep the scale.
+
+        Args:
+            y: the targets, [rows] or [rows, targets].
+            division: the pool positions of each client's rows.
+
+        Raises:
+            MisconfigurationException: if a target is constant in the training rows that would standardise it.
+        """
+        rows, columns = self._target_rows, y.view(len(y), -1)
+        if rows is None:
+            if type(self.task) is Regression:
+                warn_of_targets(columns[trained_on(division)], self._targets)
+            return y
+        by: Literal["table", "client"] = "client" if rows == "client" else "table"
+        known = {name: self.adopted[f"target_{name}"] for name in MOMENTS if f"target_{name}" in self.adopted}
+        # a late table may have another name for its target
+        if isinstance(rows, Mapping) and not known:
+            known = {name: {each: rows[each][end] for each in self._targets} for end, name in enumerate(MOMENTS)}
+        fitted = known_moments(known, self.adopted_names, self._fitted_clients, by)
+        scaled, statistics = standardized(columns, division, by, fitted)
+        for place, (mean, deviation) in enumerate(statistics):
+            for name, value, width in zip(self._targets, mean, deviation, strict=True):
+                if not width > 0:
+                    whose = "" if by == "table" else f" of client {self._fitted_clients[place]}"
+                    raise MisconfigurationException(
+                        f"data.standardize_target={rows}: target {name!r} is {value:.6g} in all training rows{whose}, "
+                        "so it has no deviation to learn; "
+                        + ("name another target" if by == "table" else "take table, or give mean and deviation")
+                    )
+        self.preprocessing["standardize_target"] = rows if isinstance(rows, str) else dict(rows)
+        for name, of_groups in zip(MOMENTS, zip(*statistics, strict=True), strict=True):
+            values = np.stack(of_groups, axis=1).tolist()
+            self.preprocessing[f"target_{name}"] = {
+                target: own if by == "client" else own[0] for target, own in zip(self._targets, values, strict=True)
+            }
+        return scaled.view(y.shape)
+
+    def target_scale(self, client: int | str | None) -> TargetScale | None:
+        """Return mean and deviation of a client's standardised targets, as `FederatedDataModule.target_scale`."""
+        place = None
+        if client is not None and self.preprocessing.get("standardize_target") == "client":
+            place = self._fitted_place(client)
+        return scale_at(self.preprocessing, place)
 
     def _keep_ranges(self, x: Tensor, division: Division) -> None:
         """Keep the range of each column's training rows beside mean and deviation, to warn of other rows by it.
@@ -1022,9 +1120,10 @@ class TableData(OwnedData):
     def fitted_on(self) -> FittedOn:
         """Return the deciding rows of the fit; a vocabulary from the table counts as all clients' rows."""
         by = self.standardize if self._settings is None else self._settings.by if self._fits_values else None
-        if by == "table" or self._table_words or self._fitted_words:
+        # a target's mean is a use of rows as an input's is
+        if "table" in (by, self._target_rows) or self._table_words or self._fitted_words:
             return "all clients"
-        return "each client" if by == "client" else "nothing"
+        return "each client" if "client" in (by, self._target_rows) else "nothing"
 
     @property
     def _fitted_words(self) -> list[str]:
@@ -1054,6 +1153,11 @@ class TableData(OwnedData):
                 f"data.{setting}=table takes the training rows of all clients, which are not in one place here; take "
                 f"client, or {'null' if self._settings is None else 'give fill and scale as numbers'}"
             )
+        if self._target_rows == "table":
+            return (
+                "data.standardize_target=table takes the targets of all clients, which are not in one place here; take "
+                "client, or give each target's mean and deviation, such as {price: [300000, 90000]}"
+            )
         for column in (*self._table_words, *self._fitted_words):
             setting = "data.categories" if self._settings is None else "data.preprocessing.vocabulary"
             setting = "data.classes" if column in self._targets else f"{setting}.{column}"
@@ -1069,8 +1173,11 @@ class TableData(OwnedData):
         fitted, settings = self.preprocessing, self._settings
         own = "client" in (fitted["standardize"], fitted.get("by"))
         fits = () if own else ("mean", "deviation", "numbers", "category_fill")
-        form = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
+        form: dict[str, Any] = {name: fitted[name] for name in ("features", "classes", "categories") if name in fitted}
         scales = {name: fitted[name] for name in ("standardize", *fits) if name in fitted}
+        if (rows := fitted.get("standardize_target")) is not None:
+            shared = self.target_scale(None)
+            form["standardize_target"] = [rows, *([] if shared is None else map(list, shared))]
         if settings is None:
             return form | {"standardize": scales}
         given = {name: value for name, value in vars(settings).items() if name != "transformer"}
@@ -1103,6 +1210,14 @@ class TableData(OwnedData):
         if self.task.has_classes and fitted["classes"]:
             (words,) = fitted["classes"].values()
             lines.append(("classes", listed([f"{number} {word}" for number, word in enumerate(words)])))
+        if (rows := fitted.get("standardize_target")) is not None:
+            shared = self.target_scale(None)
+            scales = [] if shared is None else zip(self._targets, *shared, strict=True)
+            each = [f"{name}: mean {mean:.6g}, deviation {deviation:.6g}" for name, mean, deviation in scales]
+            by = whose[rows] if isinstance(rows, str) else "by given numbers"
+            fitted_by = f"standardized {by}" + (f" ({'; '.join(each)})" if each else "")
+            units = "val/ and test/ figures are in the target's unit, train/loss of standardized targets"
+            lines.append(("targets", f"{fitted_by}; {units}"))
         return lines
 
 
@@ -1110,24 +1225,26 @@ OUTLINE = ("by", "categories", "codes", "dates", "since", "indicators", "inputs"
 """Entries of ``preprocessing`` that say how columns become inputs, beside the fitted numbers."""
 
 
-def check_given(moments: Mapping[str, Sequence[float]], features: Sequence[str]) -> None:
+def check_given(moments: Mapping[str, Sequence[float]], columns: Sequence[str], setting: str) -> None:
     """Check the given mean and deviation of columns.
 
     Args:
         moments: mean and deviation by the column's name.
-        features: names of the feature columns.
+        columns: names of the columns that may have some.
+        setting: name of the setting, without ``data``.
 
     Raises:
         MisconfigurationException: if an entry isn't two finite numbers with a deviation above 0, or belongs to no
-            feature.
+            such column.
     """
     for column, values in moments.items():
-        if column not in features:
-            raise MisconfigurationException(f"data.standardize.{column} is no feature; features are {listed(features)}")
+        if column not in columns:
+            kind = "feature; features" if setting == "standardize" else "target; targets"
+            raise MisconfigurationException(f"data.{setting}.{column} is no {kind} are {listed(columns)}")
         numbers = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else []
         if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[1] <= 0:
             raise MisconfigurationException(
-                f"data.standardize.{column}={values!r} must be the column's mean and its deviation, which is above 0, "
+                f"data.{setting}.{column}={values!r} must be the column's mean and its deviation, which is above 0, "
                 "such as [50, 12]"
             )
 
@@ -1164,7 +1281,7 @@ def warn_of_targets(y: Tensor, names: Sequence[str]) -> None:
     if size > LARGE:
         rank_zero_warn(
             f"data: values of target {name!r} are around {size:.3g}, and training by squared errors of such a size may "
-            "diverge; give the column in a larger unit, such as thousands, or with mean 0 and deviation 1."
+            "diverge; data.standardize_target=table or client brings them to mean 0 and deviation 1 while a net learns."
         )
 
 

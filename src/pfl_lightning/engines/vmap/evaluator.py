@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data import Samples, gather
+from pfl_lightning.data import Samples, TargetScale, gather
 from pfl_lightning.data.trees import Tree, padded, split
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
@@ -25,6 +25,8 @@ from pfl_lightning.messages import StateDict, tree_map
 
 Blocks: TypeAlias = list[tuple[list[int], Columns]]
 """Rows of clients that were evaluated together, and their metrics."""
+Scales: TypeAlias = list[TargetScale | None]
+"""Scales of the targets of stacked clients."""
 CLIENTS = 8
 """Clients per forward pass if each has as many samples as one pass may have; more if clients have fewer samples."""
 
@@ -72,7 +74,7 @@ class BlockEvaluator:
                 before = self.attributes.look()
                 for part in parts:
                     samples = gather([member.data for member in members], part)
-                    blocks = self._measure(samples, entries)
+                    blocks = self._measure(samples, entries, [member.data.target_scale for member in members])
                     measured = ClientMetrics([([clients[row] for row in rows], columns) for rows, columns in blocks])
                     asked = {member.job.client for member in members if part in member.job.evaluate}
                     if len(asked) < len(members):
@@ -92,28 +94,32 @@ class BlockEvaluator:
         return Evaluated(clients, results)
 
     @torch.no_grad()
-    def _measure(self, samples: list[Samples], entries: StateDict) -> Blocks:
+    def _measure(self, samples: list[Samples], entries: StateDict, scales: Scales) -> Blocks:
         """Return the metrics of clients on their samples, without clients that have none."""
         sizes = [len(of_one) for of_one in samples]
         if not any(sizes):
             return []
         at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
         groups = rows_alike(sizes, CLIENTS * at_once)
-        return [*chain.from_iterable(self._measure_rows(rows, samples, entries, at_once) for rows in groups)]
+        return [*chain.from_iterable(self._measure_rows(rows, samples, entries, at_once, scales) for rows in groups)]
 
-    def _measure_rows(self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int) -> Blocks:
+    def _measure_rows(
+        self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int, scales: Scales
+    ) -> Blocks:
         """Return the metrics of some rows, evaluated together or, if memory is short, in halves."""
         try:
-            return [(rows, self._measure_together(rows, samples, entries, at_once))]
+            return [(rows, self._measure_together(rows, samples, entries, at_once, scales))]
         except torch.cuda.OutOfMemoryError:
             if len(rows) == 1:
                 raise
         # Outside the except block, because the error's traceback keeps the tensors alive.
         half = -(-len(rows) // 2)
-        parts = [self._measure_rows(part, samples, entries, at_once) for part in (rows[:half], rows[half:])]
+        parts = [self._measure_rows(part, samples, entries, at_once, scales) for part in (rows[:half], rows[half:])]
         return [*chain.from_iterable(parts)]
 
-    def _measure_together(self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int) -> Columns:
+    def _measure_together(
+        self, rows: list[int], samples: list[Samples], entries: StateDict, at_once: int, scales: Scales
+    ) -> Columns:
         """Return the metrics of some rows, with ``at_once`` samples of each row per forward pass."""
         chosen = entries
         if rows != list(range(len(samples))):
@@ -124,7 +130,8 @@ class BlockEvaluator:
         x = padded([samples[row].x for row in rows])
         with self.sequential.forward_context():
             outputs = torch.cat([self._forward(chosen, chunk) for chunk in split(x, at_once, dim=1)], 1)
-        return evaluate_padded(outputs, [samples[row].y for row in rows], self.sequential.metrics, self.module.task)
+        targets, own = [samples[row].y for row in rows], [scales[row] for row in rows]
+        return evaluate_padded(outputs, targets, self.sequential.metrics, self.module.task, own)
 
     def _forward(self, entries: StateDict, x: Tree) -> Tensor:
         """Return outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
