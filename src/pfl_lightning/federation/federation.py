@@ -863,11 +863,11 @@ class Federation(LightningModule):
         """Return the predictions of one client's model, the same model as in an evaluation.
 
         Args:
-            batch: the client's id or name, inputs, and names of the classes.
+            batch: the client's id or name, inputs, names of the classes, and labels of the predictions.
             batch_idx: number of the batch.
         """
-        client, x, class_names = batch
-        return predicted(self._recipe_of(client), x, class_names)
+        client, x, class_names, labels = batch
+        return predicted(self._recipe_of(client), x, class_names, labels)
 
     def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.
