@@ -327,8 +327,9 @@ def test_counts_and_quantiles_are_tasks_of_a_forecast(task):
 def test_rows_without_a_history_are_refused(change, says):
     data = ready(standardize="client")
     own = frame().query("home == 'a'").sort_values("hour")
-    with pytest.raises(MisconfigurationException, match=says):
-        data.inputs(change(own), "a")
+    for client in ("a", 0):
+        with pytest.raises(MisconfigurationException, match=says):
+            data.inputs(change(own), client)
 
 
 def test_a_checkpoint_makes_inputs_without_the_table():

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from datetime import date
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -80,6 +81,8 @@ class SeriesData(TableData):
     validate, the others train. A window belongs to the part that holds all its target rows. Training windows lie in
     training rows as a whole; histories of val and test windows may reach back into earlier parts, as all of it is known
     when the forecast is made. ``standardize`` and ``preprocessing`` are fitted on the rows before the first cut.
+
+    A row is in many windows: under ``trainer.example_privacy``, an example is a window.
 
     Predictions for raw rows of a client begin after the last row: `inputs` takes the last ``history`` ones by time.
 
@@ -161,8 +164,10 @@ class SeriesData(TableData):
             raise MisconfigurationException(
                 f"data.windows={list(windows)} and data.stride={stride} count rows, and must be 1 or more each"
             )
+        # before `TableData`, which may load a checkpoint's entry and then compares the windows
         self.windows, self.stride, self.gaps = (windows[0], windows[1]), stride, gaps
         self._time = time
+        # without clients, rows of several series would be taken for one
         is_folder = isinstance(path, str | Path) and Path(path).is_dir()
         if client is None and not is_folder:
             raise MisconfigurationException(
@@ -186,6 +191,7 @@ class SeriesData(TableData):
             fill_missing_columns=fill_missing_columns,
             **kwargs,
         )
+        # only `TableData` has read the names of the columns, among which the targets may be left over
         count = windows[1] * len(self._targets)
         if task is None:
             self._task = Regression(count)
@@ -262,12 +268,15 @@ class SeriesData(TableData):
                 f"the training rows; list the texts in data.categories.{column}, or set data.preprocessing=auto"
             )
         count, y = len(loaded), cast(Tensor, loaded.y)
+        # a missing client or time is refused, as its row would have no place in a series
         owners = column_of("client", cast(Any, loaded.client), count)
         times = instants(column_of("time", cast(Any, loaded.time), count), f"column {self._time!r} of {self._where}")
+        # rows may come in any order, and clients' rows mixed
         names, series = np.unique(owners, return_inverse=True)
         self._order = np.lexsort((times, series))
         times, series = times[self._order], series[self._order]
         self._shown = np.asarray(loaded.time)[self._order]
+        # of raw rows, before values fitted on other rows make them differ
         keys = keys_of_tree(super().row_contents(loaded))[self._order]
         order = torch.from_numpy(self._order)
         self._rows = Samples(cast(Tensor, loaded.x)[order], y.view(count, -1)[order])
@@ -279,6 +288,7 @@ class SeriesData(TableData):
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
         ends = starts + sum(self.windows)
         firsts = np.searchsorted(series, series[starts])
+        # with the place in the series, so that a load that stays equal for days isn't taken for rows held twice
         contents = np.stack([sums[ends] - sums[starts], (starts - firsts).astype(np.uint64)], axis=1)
         self._contents = torch.from_numpy(contents.view(np.int64))
         return Loaded(
@@ -318,6 +328,7 @@ class SeriesData(TableData):
         # the clock of a checkpoint's federation, or the one of this table
         clock = clock_of(times, is_same) if self._clock is None else self._clock
         steps = steps_of(times, clock.unit)
+        # months count days away, so times are compared too
         twice = is_same & (steps == 0) & (np.concatenate([[False], times[1:] == times[:-1]]))
         if twice.any():
             row = int(twice.argmax())
@@ -347,6 +358,7 @@ class SeriesData(TableData):
             MisconfigurationException: if a client has no window in a split.
         """
         history, horizon = self.windows
+        # a window is whole if as many breaks lie before its last row as before its first one
         breaks = np.cumsum(is_broken)
         part = np.zeros(len(is_broken), dtype=np.int64)
         series = self._series.numpy()
@@ -355,6 +367,7 @@ class SeriesData(TableData):
         splits: list[NDArray[Any]] = []
         short: dict[str, list[str]] = {}
         for number, (first, end) in enumerate(pairwise(firsts.tolist())):
+            # the sizes of other data's splits; a single row, for which they are not made, is too few in any case
             num_test, num_val = part_sizes(max(2, end - first), self.test_fraction, self.val_fraction)
             cuts = end - num_val - num_test, end - num_test
             part[cuts[0] : cuts[1]], part[cuts[1] : end] = 1, 2
@@ -366,6 +379,7 @@ class SeriesData(TableData):
             }
             wanted = {"train": True, "val": self.val_fraction > 0, "test": self.test_fraction > 0}
             for split, (low, high) in bounds.items():
+                # a fraction of 0 asks for no such split, so that none is missing
                 if not wanted[split]:
                     continue
                 own = np.arange(low, high - horizon + 1, self.stride, dtype=np.int64) - history
@@ -378,7 +392,7 @@ class SeriesData(TableData):
             lacking = sorted({split for each in short.values() for split in each}, key=SPLITS.index)
             raise MisconfigurationException(
                 f"data.windows={[history, horizon]}: {len(short)} of {len(names)} clients have no window in "
-                f"{' or '.join(lacking)}: {listed(list(short))}; take shorter windows or larger fractions, or leave "
+                f"{' or '.join(lacking)}: {listed(list(short))}; take shorter windows, other fractions, or leave "
                 "these clients out"
             )
         self._part = torch.from_numpy(part)
@@ -391,6 +405,7 @@ class SeriesData(TableData):
             samples: the pool, as loaded.
             division: the pool positions of each client's windows.
         """
+        # anew, as max_samples may have left some windows out
         self._starts = samples.x
         numbers = self._series[samples.x]
         held = []
@@ -398,12 +413,14 @@ class SeriesData(TableData):
         for parts in division.clients:
             own = set(numbers[torch.cat(list(parts.values()))].tolist())
             rows = torch.cat([torch.arange(ends[number], ends[number + 1]) for number in sorted(own)])
+            # all rows before the cut, in windows or not: more of them make better moments
             held.append({split: rows[self._part[rows] == place] for place, split in enumerate(SPLITS)})
         nothing = torch.empty(0, dtype=torch.int64)
         of_rows = Division(cast(Any, held), nothing, nothing, division.names, division.newcomers)
         prepared = super().preprocess(self._rows, of_rows)
         history, _ = self.windows
         size = 4 * len(samples) * history * prepared.x.shape[1]
+        # each row is in up to `history` windows, so that few series may fill the memory
         x = resident(Windows(prepared.x, self._starts, history), size)
         return Samples(x, self._targets_at(self._starts, prepared.y))
 
@@ -424,6 +441,7 @@ class SeriesData(TableData):
         check_integers("", period=period)
         if not 1 <= period <= history:
             raise MisconfigurationException(f"period={period} must be 1 to {history}, the rows of the history")
+        # targets as loaded, in their own unit
         division = self.division
         ahead = torch.arange(horizon)
         errors = {}
@@ -470,16 +488,21 @@ class SeriesData(TableData):
         columns = [*self._features, self._time]
         fills = self.fill_missing_columns and "by" in self.preprocessing
         table, owner = rows_table(rows, columns, self._csv, self._text_columns, fills)
-        owner = f"{owner}, for client {client!r},"
+        # as in `_fitted_place`, ids are those of now; a message needs the name
+        names = self.client_names if self._pool is not None else self._names_now
+        whose = names[client] if isinstance(client, Integral) and client < len(names) else client
+        owner = f"{owner}, for client {whose!r},"
         column = column_of("time", table[self._time].to_numpy(), len(table))
         times = instants(column, f"column {self._time!r} of {owner}")
         if len(table) < history:
             raise MisconfigurationException(
                 f"{owner} has {len(table)} rows, and a forecast is made of the last {history}; give these"
             )
+        # earlier rows have no effect on the forecast, so that gaps among them are no mistake
         order = np.argsort(times, kind="stable")[-history:]
         times = times[order]
         clock = cast(Clock, self._clock)
+        # a window with a gap was trained on under ``accept`` alone
         is_twice = times[1:] == times[:-1]
         is_wrong = is_twice if self.gaps == "accept" else ~clock_fits(steps_of(times, clock.unit)[1:], clock)
         if is_wrong.any():
@@ -559,6 +582,7 @@ def shown(time: Any) -> str:
     Args:
         time: the time.
     """
+    # NumPy would write a date with a T and six digits of microseconds
     is_date = isinstance(time, np.datetime64)
     return str(package("pandas", "tables", "SeriesData").Timestamp(time)) if is_date else str(time)
 
@@ -574,8 +598,10 @@ def instants(column: NDArray[Any], owner: str) -> NDArray[Any]:
         MisconfigurationException: if a text is no date that sorts by time.
     """
     if column.dtype.kind in "biuf":
+        # large integers, such as nanoseconds since 1970, would lose digits as floats
         return column.astype(np.int64 if column.dtype.kind in "iu" else np.float64)
     if column.dtype.kind == "M":
+        # nanoseconds end in the year 2262
         return column.astype("datetime64[us]")
     check_times(column)
     pandas = package("pandas", "tables", "SeriesData")
@@ -583,6 +609,7 @@ def instants(column: NDArray[Any], owner: str) -> NDArray[Any]:
         texts, counts = np.unique(column.astype(str), return_counts=True)
         if mostly(NUMBER, texts.tolist(), counts):
             return column.astype(np.float64)
+    # numbers among dates would silently be taken for nanoseconds since 1970
     is_time = np.array([isinstance(value, str | date) for value in column.tolist()])
     # one time for all zones: a row's offset from universal time may change in summer
     dates = pandas.to_datetime(
@@ -611,6 +638,7 @@ def clock_of(times: NDArray[Any], is_same: NDArray[np.bool_]) -> Clock:
     """
     unit = "number"
     if times.dtype.kind == "M":
+        # months have 28 to 31 days, and are even all the same
         months = times.astype("datetime64[M]")
         within = times - months.astype("datetime64[us]")
         next_day = times + np.timedelta64(1, "D")
@@ -619,6 +647,7 @@ def clock_of(times: NDArray[Any], is_same: NDArray[np.bool_]) -> Clock:
             (months[1:] != months[:-1])[is_same[1:]].all()
         )
         unit = "months" if is_monthly else "microseconds"
+    # the median and not the least step: a doubled entry a minute later must not make all others gaps
     steps = steps_of(times, unit)[is_same]
     # without a second row of any client there is no step; such clients are refused as too short
     return Clock(unit, float(np.sort(steps)[(len(steps) - 1) // 2]) if len(steps) else 0.0)
