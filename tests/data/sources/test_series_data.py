@@ -245,7 +245,10 @@ def test_the_naive_forecast_repeats_the_last_period():
     data = ready(table)
     assert data.seasonal_naive(3) == {"a": 0.0, "b": 0.0, "c": 0.0}
     # a period of one row repeats the last value, here for each of two rows ahead
+    table["load"] = table["load"] % 10 * frame()["load"] % 7
+    data = ready(table)
     x, y = data.part(0, "test").x[:, -1], data.part(0, "test").y
+    assert (x - y).abs().mean() > 0.1
     assert data.seasonal_naive(1)["a"] == pytest.approx((x - y).abs().mean().item())
     with pytest.raises(MisconfigurationException, match="period=7 must be 1 to 6"):
         data.seasonal_naive(7)
