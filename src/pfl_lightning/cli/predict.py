@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
@@ -456,10 +457,13 @@ def write(path: Path, results: Mapping[int | str, Predictions], places: Mapping[
     """
     lines: list[tuple[int, dict[str, Any]]] = []
     # clients come back in the order of the request, and a name may have become another form of itself
-    numbers: Iterable[Any] = places.values() if places else (range(len(each)) for each in results.values())
+    numbers: Iterable[Any] = places.values() if places else repeat(None, len(results))
     for (client, each), rows in zip(results.items(), numbers, strict=True):
         columns = each.columns()
-        for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
+        # of a client's rows, some alone may have a prediction, such as the last one of a series
+        made = columns.pop("row", range(len(each)))
+        own = made if rows is None else [rows[row] for row in made]
+        for row, cells in zip(own, zip(*columns.values(), strict=True), strict=True):
             lines.append((row, {"row": row, "client": client, **dict(zip(columns, map(shown, cells), strict=True))}))
     if places:
         # in the order of the file, which a client's rows may be scattered over

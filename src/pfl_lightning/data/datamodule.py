@@ -465,6 +465,18 @@ class FederatedDataModule(LightningDataModule, ABC):
             )
         return self.transform(checked_rows(rows, like))
 
+    def prediction_labels(self, rows: Any, client: int | str) -> dict[str, list[Any]]:
+        """Return further columns of a table of predictions by name, a value per prediction; by default none.
+
+        ``row``, if there, is the position of each prediction's row among the raw rows, where only some have a
+        prediction.
+
+        Args:
+            rows: raw rows as `inputs` takes them; None is for the client's test split.
+            client: name or id of the client.
+        """
+        return {}
+
     def _like(self) -> Tree:
         """Return a tree of empty tensors with the shape and type of the pool's inputs."""
         first = take(self._ready().samples.x, slice(0, 1))

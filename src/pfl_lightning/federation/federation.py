@@ -869,11 +869,12 @@ class Federation(LightningModule):
         """Return the predictions of one client's model, the same model as in an evaluation.
 
         Args:
-            batch: the client's id or name, inputs, names of the classes, and the targets' scale.
+            batch: the client's id or name, inputs, names of the classes, the targets' scale, and labels of the
+                predictions.
             batch_idx: number of the batch.
         """
-        client, x, class_names, scale = batch
-        return predicted(self._recipe_of(client), x, class_names, scale)
+        client, *given = batch
+        return predicted(self._recipe_of(client), *given)
 
     def model_of(self, client: int | str) -> ClientModule:
         """Return a copy of one client's model, the same model as in an evaluation.

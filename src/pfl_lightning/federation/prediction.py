@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -45,6 +46,8 @@ class Predictions:
         probabilities: probabilities of the classes ``[n, num_classes]``, or of the labels; None without classes.
         values: predicted quantities ``[n, quantities]``; None for a task with classes.
         class_names: names of the classes by number; empty if classes have numbers alone.
+        labels: further columns of the table by name, such as the time after which a forecast begins, from
+            `FederatedDataModule.prediction_labels`.
     """
 
     outputs: Tensor
@@ -52,6 +55,7 @@ class Predictions:
     probabilities: Tensor | None = None
     values: Tensor | None = None
     class_names: list[str] = field(default_factory=list)
+    labels: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -60,7 +64,8 @@ class Predictions:
         """Return a table as columns by name, for a data frame or a CSV file.
 
         ``prediction`` has the class, by its name where classes have names, and ``p_CLASS`` a class's probability; a
-        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities.
+        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities. The ``labels``
+        come first.
 
         Raises:
             MisconfigurationException: if each row has predictions at several positions, such as an image's pixels.
@@ -74,13 +79,13 @@ class Predictions:
         if self.classes is None or self.probabilities is None:
             parts = table.view(len(table), -1)
             names = ["prediction"] if parts.shape[1] == 1 else [f"prediction_{k}" for k in range(parts.shape[1])]
-            return dict(zip(names, parts.T.tolist(), strict=True))
+            return self.labels | dict(zip(names, parts.T.tolist(), strict=True))
         names = self.class_names or [str(number) for number in range(self.probabilities.shape[1])]
         shares = {f"p_{name}": column for name, column in zip(names, self.probabilities.T.tolist(), strict=True)}
         if self.classes.dim() > 1:
             labels = zip(names, self.classes.T.long().tolist(), strict=True)
-            return {f"prediction_{name}": column for name, column in labels} | shares
-        return {"prediction": [names[number] for number in self.classes.tolist()]} | shares
+            return self.labels | {f"prediction_{name}": column for name, column in labels} | shares
+        return self.labels | {"prediction": [names[number] for number in self.classes.tolist()]} | shares
 
 
 class NoSamples:
@@ -198,7 +203,13 @@ def become(recipe: Recipe) -> ClientData:
     return data
 
 
-def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str], scale: TargetScale | None) -> Predictions:
+def predicted(
+    recipe: Recipe,
+    x: Tree,
+    class_names: Sequence[str],
+    scale: TargetScale | None,
+    labels: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> Predictions:
     """Return the predictions of a client's model, computed in batches of an evaluation's size.
 
     Args:
@@ -206,6 +217,7 @@ def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str], scale: Target
         x: inputs ``[n, ...]``, as the net takes them; None takes the client's test split.
         class_names: names of the classes.
         scale: mean and deviation of standardised targets, which predictions get back; None for none.
+        labels: further columns of the predictions' table.
 
     Raises:
         MisconfigurationException: if the client has no test split.
@@ -229,7 +241,8 @@ def predicted(recipe: Recipe, x: Tree, class_names: Sequence[str], scale: Target
         first, _ = next(held.chunks(1))
         size = max(1, min(CHUNK, OUTPUTS // max(1, forward(first).numel())))
         whole = torch.cat([forward(part) for part, _ in held.chunks(size)])
-    return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names))
+    named = {name: list(values) for name, values in labels.items()}
+    return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names), labels=named)
 
 
 def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:
@@ -252,9 +265,9 @@ def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:
     return there
 
 
-Batch: TypeAlias = tuple[int | str, Tree, list[str], TargetScale | None]
+Batch: TypeAlias = tuple[int | str, Tree, list[str], TargetScale | None, dict[str, list[Any]]]
 """A client's id, or the name of one with a kept model that isn't in the data; the inputs to predict for, None for its
-test split; names of the classes; and the scale of its targets."""
+test split; names of the classes; the scale of its targets; and labels of the predictions."""
 
 
 class Asked:
@@ -321,7 +334,8 @@ class Asked:
             elif client >= data.num_clients + len(data.newcomers):
                 local = NEW
             x = None if rows is None else source.inputs(rows, local)
-            yield client, x, source.class_names, source.target_scale(local)
+            labels = source.prediction_labels(rows, local)
+            yield client, x, source.class_names, source.target_scale(local), labels
 
     def named(self, results: Iterable[Predictions]) -> dict[int | str, Predictions]:
         """Return results by the client's name, or by its id where clients have no names or ids as names.
@@ -389,18 +403,18 @@ class SavedClients(LightningModule):
         """Return one client's predictions.
 
         Args:
-            batch: the client's id or name, inputs, names of the classes, and the targets' scale.
+            batch: the client's id or name, inputs, names of the classes, the targets' scale, and labels.
             batch_idx: number of the batch.
 
         Raises:
             NeedsSamples: if the client's model can't be made from the checkpoint alone.
         """
-        client, x, class_names, scale = batch
+        client, *given = batch
         if isinstance(client, str):
             kept = self.kept[client]
             source, local = self.source, kept["local"]
             samples = self._nothing(client) if source is None else ClientData(source, source.client_id(local))
-            return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), x, class_names, scale)
+            return predicted(kept_recipe(self._engine(kept["architecture"]), kept, samples), *given)
         first, total = self.modules_of_clients[0], len(self.payloads)
         if self.saved["clients"].get(client, {}).get("kept") is not None:
             raise MisconfigurationException(
@@ -415,7 +429,7 @@ class SavedClients(LightningModule):
             if is_new
             else saved_job(self.saved, client, index, self.payloads[client], samples, ())
         )
-        return predicted(Recipe(self._engine(index), job, adapts=not is_new), x, class_names, scale)
+        return predicted(Recipe(self._engine(index), job, adapts=not is_new), *given)
 
     def _engine(self, index: int) -> Sequential:
         if index not in self._engines:

@@ -232,7 +232,7 @@ class TableData(OwnedData):
             wanted = [*(features or ()), *settings.categories, *settings.vocabulary, *settings.dates]
             there = list(dict.fromkeys([*there, *wanted]))
         named = {"client": client, "split_column": split_column, "time": time, "group": group}
-        self._features, self._targets = chosen_columns(there, features, target, **named)
+        self._features, self._targets = self._chosen(there, features, target, named)
         if self._settings is not None:
             check_named(self._settings, self._features)
             self._features = [name for name in self._features if name not in self._settings.drop]
@@ -262,6 +262,19 @@ class TableData(OwnedData):
             # the clients of this table, and not of the checkpoint's
             self.num_clients = own
             self._check_columns(self._features)
+
+    def _chosen(
+        self, there: Sequence[str], features: list[str] | None, target: str | list[str], named: Mapping[str, str | None]
+    ) -> tuple[list[str], list[str]]:
+        """Return the columns of the inputs and of the targets.
+
+        Args:
+            there: names of all columns.
+            features: columns of the inputs, as given.
+            target: columns of the targets, as given.
+            named: further columns, by the setting that names each.
+        """
+        return chosen_columns(there, features, target, **named)
 
     def _check_preprocessing(self, standardize: object, categories: object) -> None:
         """Refuse ``preprocessing`` of a wrong type, or beside settings of the same purpose."""
@@ -1060,6 +1073,10 @@ class TableData(OwnedData):
             MisconfigurationException: if a feature column is missing, or has values that were refused in the table
                 too, or nothing was fitted for the client.
         """
+        return self.transform(self._prepared_rows(rows, client))  # type: ignore[no-any-return]
+
+    def _prepared_rows(self, rows: Any, client: int | str) -> Tensor:
+        """Return raw rows as the pool has them, before `transform`; see `inputs`."""
         fitted = self.preprocessing
         if not fitted:
             raise MisconfigurationException(
@@ -1078,7 +1095,7 @@ class TableData(OwnedData):
             raw = table if "transformer" in fitted else self._raw_columns(table, owner)
             if "transformer" not in fitted:
                 self._warn_of_far(raw, place, owner)
-            return self.transform(torch.from_numpy(self._made(raw, place)))  # type: ignore[no-any-return]
+            return torch.from_numpy(self._made(raw, place))
         columns = []
         for name in self._features:
             values, whose = table[name], f"column {name!r} of {owner}"
@@ -1093,7 +1110,7 @@ class TableData(OwnedData):
         plain = {name: each.double().numpy() for name, each in zip(self._features, columns, strict=True)}
         self._warn_of_far(plain, place, owner)
         shared = None if self.standardize != "client" else place
-        return self.transform(self._scaled(self._matrix(columns), shared))  # type: ignore[no-any-return]
+        return self._scaled(self._matrix(columns), shared)
 
     def _fitted_place(self, client: int | str) -> int:
         """Return a client's position in lists of values fitted on each client's own rows.
