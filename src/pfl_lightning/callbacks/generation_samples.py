@@ -18,7 +18,7 @@ from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.tasks import NextToken
+from pfl_lightning.tasks import NextToken, Preference
 
 DRAWN = 3
 """Number of clients whose texts are generated where none is named."""
@@ -107,10 +107,10 @@ class GenerationSamples(FederatedCallback):
                 "callback GenerationSamples looks at clients' models on the first rank, which doesn't have all "
                 "with trainer.client_states=rank; take memory or disk."
             )
-        if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
+        if not isinstance(data.task, (NextToken, Preference)) or not isinstance(data, Coded):
             raise MisconfigurationException(
                 f"callback GenerationSamples: data={type(data).__name__} with task {data.task} has no texts to go on "
-                "from; it needs the task NextToken, methods encode and decode, and end_tokens."
+                "from; it needs the task NextToken or Preference, methods encode and decode, and end_tokens."
             )
         # all checks at the start, as the first text may be hours away
         for prompt in self.prompts:
@@ -146,7 +146,7 @@ class GenerationSamples(FederatedCallback):
         if not trainer.is_global_zero:
             return
         data = cast(Any, federation.data)
-        [window] = data.input_shape
+        window = data.input_shape[-1]
         with undisturbed():
             for client in self._clients:
                 engine = as_used(federation, client)

@@ -325,7 +325,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         raise UsageError(f"predict: client {strangers[0]} is not at this site, which has {', '.join(models)}.")
     kind = class_of(config, "model", pfl_lightning.methods)
     rows = []
-    [window] = cast(FederatedDataModule, data).input_shape
+    window = cast(FederatedDataModule, data).input_shape[-1]
     # one for all: reading a language model's weights takes longer than an answer
     loaded = kind.load_from_checkpoint(models.get(clients[0], path), map_location="cpu")
     nets = loaded.architectures()

@@ -45,12 +45,12 @@ class CausalLM(Net):
     it. Attribute ``adapted`` is the same model as a ``peft.PeftModel``.
 
     Inputs are token numbers ``[n, T]``, or a dict of ``input_ids`` with ``position_ids`` or ``attention_mask``, each
-    ``[n, T]``. Texts that are padded on the right, with targets that are ignored there, need no mask: no token sees
-    later ones. Several texts in one row are kept apart by ``position_ids`` that begin again at 0. A mask is for padding
-    on the left.
+    ``[n, T]``; for two texts in a sample, as the task `Preference` has them, ``[n, 2, T]``. Texts that are padded on
+    the right, with targets that are ignored there, need no mask: no token sees later ones. Several texts in one row are
+    kept apart by ``position_ids`` that begin again at 0. A mask is for padding on the left.
 
     Args:
-        input_shape: ``(T,)``, the largest number of tokens of a text.
+        input_shape: ``(T,)``, the largest number of tokens of a text; ``(2, T)`` for two texts in a sample.
         num_classes: number of tokens of the task, at most the model's own vocabulary. Models often have some rows more
             than their tokenizer has tokens; those get no logits.
         model: folder of a saved model, or the name of one in the hub's cache; nothing is downloaded.
@@ -149,12 +149,16 @@ class Body(nn.Module):
         """Tokens that a layer's attention looks back at most."""
 
     def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor:
-        """Return hidden states ``[n, T, d]``.
+        """Return hidden states ``[n, T, d]``, or ``[n, texts, T, d]`` of several texts in a sample.
 
         Args:
-            x: token numbers ``[n, T]``, or a dict of inputs.
+            x: token numbers ``[n, T]`` or ``[n, texts, T]``, or a dict of inputs.
         """
         inputs = {"input_ids": x} if isinstance(x, Tensor) else x
+        if (ids := inputs["input_ids"]).dim() > 2:
+            # no text sees another, so that each is a row for the layers
+            rows = {name: given.flatten(0, -2) for name, given in inputs.items()}
+            return self(rows).unflatten(0, ids.shape[:-1])
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
         if self.training and torch.is_grad_enabled() and self.computes_again:
@@ -354,9 +358,9 @@ def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_class
             f"{num_classes}; take the tokenizer that belongs to the model."
         )
     longest = getattr(config, "max_position_embeddings", None)
-    if len(input_shape) == 1 and longest and input_shape[0] > longest:
+    if 1 <= len(input_shape) <= 2 and longest and input_shape[-1] > longest:
         raise MisconfigurationException(
-            f"model.net.model={model!r} takes texts of up to {longest} tokens, and data have {input_shape[0]}; cut "
+            f"model.net.model={model!r} takes texts of up to {longest} tokens, and data have {input_shape[-1]}; cut "
             "them to this length."
         )
 
