@@ -158,7 +158,8 @@ class Body(nn.Module):
         if (ids := inputs["input_ids"]).dim() > 2:
             # no text sees another, so that each is a row for the layers
             rows = {name: given.flatten(0, -2) for name, given in inputs.items()}
-            return self(rows).unflatten(0, ids.shape[:-1])
+            states: Tensor = self(rows)
+            return states.view(*ids.shape, states.shape[-1])
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
         if self.training and torch.is_grad_enabled() and self.computes_again:

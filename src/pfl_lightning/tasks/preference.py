@@ -92,10 +92,6 @@ class Preference(Task):
         losses = -F.logsigmoid(self.margins(outputs, target))
         return losses.mean() if reduction == "mean" else losses.sum()
 
-    def weight(self, target: dict[str, Tensor]) -> int:
-        """Return the number of pairs."""
-        return len(target["tokens"])
-
     def length(self, target: dict[str, Tensor]) -> int | None:
         """Return the positions up to the last counted one of a batch, a multiple of 8; see `Task.length`."""
         if not self.cut_padding:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,7 +13,7 @@ from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.chat_data import Conversations, Message, Tokens, conversation_of
 from pfl_lightning.data.sources.columns import check_column
 from pfl_lightning.data.trees import shortened
-from pfl_lightning.nets.causal_lm import CausalLM, DType
+from pfl_lightning.nets.causal_lm import CausalLM, DType, local_folder
 from pfl_lightning.nets.chunked_logits import ChunkedLogits
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Preference
@@ -88,6 +88,7 @@ class PreferenceData(Conversations):
                     "give the folder of the model before training, as model.net.model."
                 )
             reference = tokenizer
+        local_folder(reference, "data.reference")
         super().__init__(
             path,
             tokenizer,
@@ -166,9 +167,12 @@ class PreferenceData(Conversations):
             x: inputs ``[n, 2, T]``.
             tokens: targets ``[n, 2, T]``.
         """
-        task = self.task
+        task = cast(Preference, self.task)
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        net = CausalLM((2, x.shape[-1]), task.outputs, self.reference, lora=None, dtype=self.reference_dtype)
+        try:
+            net = CausalLM((2, x.shape[-1]), task.outputs, self.reference, lora=None, dtype=self.reference_dtype)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"data.reference={self.reference!r} can't be computed: {error}") from error
         net = net.to(device).eval()
         found = []
         for piece in Samples(x, {"tokens": tokens}).to(device).chunks(PAIRS_AT_ONCE):
