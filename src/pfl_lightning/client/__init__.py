@@ -1,6 +1,7 @@
 """The client side: the base class of client modules, and the phases of local training."""
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
+from pfl_lightning.client.generation import answers, scores
 from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
 
@@ -11,9 +12,11 @@ __all__ = [
     "ClientSettings",
     "Forward",
     "Phase",
+    "answers",
     "everything",
     "export_adapters",
     "in_body",
     "in_classifier",
     "save_adapters",
+    "scores",
 ]

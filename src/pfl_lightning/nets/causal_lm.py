@@ -1,8 +1,11 @@
 """Causal language models of transformers, with adapters of peft."""
 
+import inspect
 import json
 import warnings
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -147,6 +150,8 @@ class Body(nn.Module):
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         self.window: int | None = min(filter(None, windows), default=None)
         """Tokens that a layer's attention looks back at most."""
+        self.memory: Memory | None = None
+        """Keys and values of earlier passes, inside `remembering`."""
 
     def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor:
         """Return hidden states ``[n, T, d]``, or ``[n, texts, T, d]`` of several texts in a sample.
@@ -164,6 +169,8 @@ class Body(nn.Module):
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
         if self.training and torch.is_grad_enabled() and self.computes_again:
             check_own_weights(self)
+        if self.memory is not None:
+            return self.memory.states(self.layers, inputs["input_ids"])
         positions = inputs.get("position_ids")
         # a mask for all layers leaves no layer a shorter window
         whole = self.window is None or inputs["input_ids"].shape[-1] <= self.window
@@ -191,6 +198,95 @@ class Body(nn.Module):
             return seen
         dtype = self.layers.dtype
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+class Memory:
+    """Keys and values of texts that several passes of a module go on with, and the inputs of the next pass.
+
+    A pass of a module may call the layers several times, as methods that mix models do; each call of a pass has keys
+    and values of its own, found by its number in the pass.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """Passes so far."""
+        self._caches: dict[tuple[int, int], Any] = {}
+        self._calls: Counter[int] = Counter()
+        self._mask = self._positions = torch.zeros(0, 0, dtype=torch.int64)
+        self._bodies: list[Body] = []
+
+    def inputs(self, texts: Sequence[list[int]], device: torch.device) -> Tensor:
+        """Return the token numbers of the next pass ``[n, new]``: whole texts at first, then the last token of each.
+
+        Args:
+            texts: the texts so far, the same ones in each pass, which went on by a token.
+            device: device of the result.
+        """
+        self._calls.clear()
+        self.passes += 1
+        if self.passes > 1:
+            last = [[text[-1]] for text in texts]
+            self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+            self._positions = self._positions[:, -1:] + 1
+            return torch.tensor(last, device=device)
+        width = max(map(len, texts))
+        # on the left, so that the last tokens stand below each other
+        gaps = torch.tensor([width - len(text) for text in texts], device=device)[:, None]
+        places = torch.arange(width, device=device)
+        self._mask = (places >= gaps).long()
+        self._positions = (places - gaps).clamp(min=0)
+        return torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
+
+    def states(self, layers: Any, tokens: Tensor) -> Tensor:
+        """Return the hidden states of new tokens ``[n, new, d]``, and remember their keys and values.
+
+        Args:
+            layers: the model of transformers without its output layer.
+            tokens: token numbers ``[n, new]``.
+        """
+        key = (id(layers), self._calls[id(layers)])
+        self._calls[id(layers)] += 1
+        if key not in self._caches:
+            self._caches[key] = package("transformers").DynamicCache(config=layers.config)
+        # newer versions of transformers have another name for it
+        name = "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
+        given = {"attention_mask": self._mask, "position_ids": self._positions, name: self._caches[key]}
+        hidden: Tensor = layers(input_ids=tokens, **given, use_cache=True).last_hidden_state
+        return hidden
+
+    def attach(self, bodies: Sequence[Body]) -> None:
+        """Let layers remember."""
+        self._bodies = list(bodies)
+        for body in bodies:
+            body.memory = self
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Let layers compute whole texts, inside this context."""
+        for body in self._bodies:
+            body.memory = None
+        try:
+            yield
+        finally:
+            for body in self._bodies:
+                body.memory = self
+
+
+@contextmanager
+def remembering(module: nn.Module) -> Iterator[Memory]:
+    """Let the layers of language models in a module remember keys and values, inside this context.
+
+    Args:
+        module: the module.
+    """
+    memory = Memory()
+    bodies = [layer for layer in module.modules() if isinstance(layer, Body)]
+    memory.attach(bodies)
+    try:
+        yield memory
+    finally:
+        for body in bodies:
+            body.memory = None
 
 
 def check_own_weights(body: nn.Module) -> None:

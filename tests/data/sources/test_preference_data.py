@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
+from chats import MARKED, WORDS, made_tokenizer, numbers, turns
 from command import QUIET, pfl, refusal
 from language_models import write_llama
 from pfl_lightning import FederatedTrainer
@@ -16,14 +17,24 @@ from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import PreferenceData
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import CausalLM
-from test_chat_data import MARKED, WORDS, made_tokenizer, numbers, turns
 
 transformers = pytest.importorskip("transformers", reason="needs the extra lm")
 pytest.importorskip("peft", reason="needs the extra lm")
 
 ASKED = [{"role": "user", "content": "hi there"}]
 WHOLE = "user : hi there </s> assistant : "
-ADAPTERS = ["fedit", "ffa_lora", "fedsa_lora", "rolora", "flexlora", "hetlora", "fedex_lora", "flora", "feddpa", "fedalt"]
+ADAPTERS = [
+    "fedit",
+    "ffa_lora",
+    "fedsa_lora",
+    "rolora",
+    "flexlora",
+    "hetlora",
+    "fedex_lora",
+    "flora",
+    "feddpa",
+    "fedalt",
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +75,7 @@ def rows(count=24):
 def test_every_layout_gives_the_same_tokens(model, row):
     pool = PreferenceData({"7": [row]}, model, max_length=16).load()
     texts = [numbers(f"{WHOLE}{answer} </s>") for answer in ("yes", "no no")]
-    assert pool.x.tolist() == [[texts[0][:-1] + [2], texts[1][:-1]]]
+    assert pool.x.tolist() == [[[*texts[0][:-1], 2], texts[1][:-1]]]
     begin = len(numbers(WHOLE)) - 1
     expected = [[-100] * begin + text[begin + 1 :] for text in texts]
     assert pool.y["tokens"].tolist() == [[expected[0] + [-100], expected[1]]]
