@@ -366,6 +366,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
             ):
                 made[place] = data.decode(tokens)
                 bar.update()
+        # in the file's order, whatever the batches' was
         rows += [
             {"client": client, "prompt": asked[place].shown, "answer": made[own], "reference": asked[place].reference}
             for own, place in enumerate(places)
@@ -453,6 +454,7 @@ def conversation_in(row: Any, name: str, column: str | None) -> Asked:
         said = reader_of([*row, keys[1]], None, *keys)({keys[1]: "", **row})
         said = conversation_of(said if keys[1] in row else said[:1], name)
     reference = None
+    # the model mustn't see the answer to be compared with
     if said and said[-1]["role"] == "assistant":
         reference = said.pop()["content"]
     if not said:
@@ -475,6 +477,7 @@ def judged(rows: list[dict[str, Any]]) -> str:
         return ""
     found = scores([row["answer"] for row in right], [row["reference"] for row in right])
     for row in rows:
+        # the same columns in each row, empty without a right answer
         row |= dict.fromkeys(found[0])
     for row, own in zip(right, found, strict=True):
         row |= own

@@ -56,6 +56,7 @@ def answers(
             f"answers: data={type(data).__name__} has no texts; give data with encode, decode and end_tokens, such as "
             "ChatData."
         )
+    # all at first, so that a prompt of a wrong form is refused before the first answer
     tokens = [data.encode(prompt) for prompt in prompts]
     window = module.input_shape[-1]
     made = dict(continued(module, tokens, max_new_tokens, window, data.end_tokens, batch_size=batch_size))
@@ -93,6 +94,7 @@ def continued(
     Raises:
         MisconfigurationException: if a prompt has no token, or a number is below 1.
     """
+    # no token would be an empty answer without a word
     if count < 1 or batch_size < 1:
         raise MisconfigurationException(
             f"max_new_tokens={count} and batch_size={batch_size} must be at least 1, such as 64 and {AT_ONCE}."
@@ -100,6 +102,7 @@ def continued(
     if not all(prompts):
         raise MisconfigurationException("a prompt has no token; give longer ones, or leave it out.")
     reader = Reader(module, window, context)
+    # other nets may look at padding, which has no mask there
     size = batch_size if reader.remembers else 1
     # of like length, as shorter prompts are padded
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
@@ -109,6 +112,7 @@ def continued(
             places, order = order[:size], order[size:]
             texts = [prompts[place] for place in places]
             own = None if generators is None else [generators[place] for place in places]
+            # draws of an attempt that fails are taken back
             states = None if own is None else [generator.get_state() for generator in own]
             made = generated(reader, texts, count, ends, temperature, own)
             if made is None:
@@ -134,6 +138,7 @@ class Reader:
         self.remembers = any(isinstance(layer, Body) for layer in module.modules())
         """Whether passes go on from earlier ones, until a comparison fails."""
         self.checked = False
+        # of the coarsest type, as one layer in bfloat16 rounds all that follows
         types = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
         self.tolerance = ROUNDING * max((torch.finfo(dtype).eps for dtype in types), default=0.0)
 
@@ -162,9 +167,11 @@ class Reader:
             return None
         if not self.checked:
             for row in {0, len(texts) - 1}:
+                # a pass of a whole text would go on from the batch's keys and values
                 with memory.put_aside():
                     expected = self.alone(texts[row])
                 bound = self.tolerance * max(1.0, float(expected.abs().max()))
+                # NaN fails this comparison, too
                 if not float((logits[row] - expected).abs().max()) <= bound:
                     return None
             self.checked = memory.passes >= CHECKED
@@ -190,6 +197,7 @@ def generated(
         generators: draw each text's tokens.
     """
     made = [list[int]() for _ in texts]
+    # finished texts stay in the batch, whose keys and values have a row for each
     live = set(range(len(texts)))
     with remembering(reader.module) as memory:
         for _ in range(count):
@@ -241,6 +249,7 @@ def scores(answered: Sequence[str], references: Sequence[str]) -> list[dict[str,
             f"scores: {len(answered)} answers and {len(references)} references; give a reference for each answer."
         )
     try:
+        # late, as the package takes a second to import
         scorer = import_module("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
     except ImportError as error:
         raise MisconfigurationException(

@@ -225,6 +225,7 @@ class Memory:
         self._calls.clear()
         self.passes += 1
         if self.passes > 1:
+            # the rest is remembered
             last = [[text[-1]] for text in texts]
             self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
             self._positions = self._positions[:, -1:] + 1
@@ -234,6 +235,7 @@ class Memory:
         gaps = torch.tensor([width - len(text) for text in texts], device=device)[:, None]
         places = torch.arange(width, device=device)
         self._mask = (places >= gaps).long()
+        # as without padding: the first token of each text is at 0
         self._positions = (places - gaps).clamp(min=0)
         return torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
 
@@ -244,6 +246,7 @@ class Memory:
             layers: the model of transformers without its output layer.
             tokens: token numbers ``[n, new]``.
         """
+        # copies of a net, such as a method's second model, have layers of their own
         key = (id(layers), self._calls[id(layers)])
         self._calls[id(layers)] += 1
         if key not in self._caches:

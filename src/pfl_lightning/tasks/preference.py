@@ -71,6 +71,7 @@ class Preference(Task):
             outputs: logits ``[n, 2, T, vocabulary]``.
             tokens: targets ``[n, 2, T]``.
         """
+        # logits in chunks know their own errors
         if not isinstance(outputs, Tensor):
             return -outputs.errors(tokens, self.ignore_index).sum(-1)
         flat = outputs.flatten(0, -2), tokens.flatten()
@@ -84,11 +85,13 @@ class Preference(Task):
             outputs: logits ``[n, 2, T, vocabulary]``.
             target: ``tokens`` and ``reference``.
         """
+        # differences first: sums over long answers are large, and the margin is small
         gains = self.log_probabilities(outputs, target["tokens"]) - target["reference"]
         return self.beta * (gains[:, 0] - gains[:, 1])
 
     def loss(self, outputs: Tensor | Positions, target: dict[str, Tensor], reduction: Reduction = "mean") -> Tensor:
         """Return the loss of the pairs; see `Task.loss`."""
+        # not the logarithm of a sigmoid, which is 0 for large negative margins
         losses = -F.logsigmoid(self.margins(outputs, target))
         return losses.mean() if reduction == "mean" else losses.sum()
 

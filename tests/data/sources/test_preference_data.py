@@ -186,7 +186,8 @@ def test_the_settings_of_fed_chatbotpa_run_on_its_layout(model, tmp_path, monkey
     (tmp_path / "Fed-ChatbotPA").mkdir()
     (tmp_path / "Fed-ChatbotPA/chatbotPA_747c_10k.json").write_text(json.dumps({"0": rows(12), "1": rows(13)}))
     pfl(
-        f"fit {QUIET} --config methods/fedit --config sources/chatbotpa --model.net.model {model} --data.tokenizer {model} "
-        "--data.max_length 32 --data.chat_template null --trainer.max_rounds 1 --trainer.clients_per_round 2"
+        f"fit {QUIET} --config methods/fedit --config sources/chatbotpa --model.net.model {model} "
+        f"--data.tokenizer {model} --data.max_length 32 --data.chat_template null --trainer.max_rounds 1 "
+        "--trainer.clients_per_round 2"
     )
     assert next(tmp_path.glob("runs/*/version_0/rounds.csv")).read_text().count("\n") == 2

@@ -88,6 +88,7 @@ class PreferenceData(Conversations):
                     "give the folder of the model before training, as model.net.model."
                 )
             reference = tokenizer
+        # before the rows are read, which may take minutes
         local_folder(reference, "data.reference")
         super().__init__(
             path,
@@ -168,6 +169,7 @@ class PreferenceData(Conversations):
             tokens: targets ``[n, 2, T]``.
         """
         task = cast(Preference, self.task)
+        # without a Trainer, as in a notebook, there is no other device
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         try:
             net = CausalLM((2, x.shape[-1]), task.outputs, self.reference, lora=None, dtype=self.reference_dtype)
@@ -177,6 +179,7 @@ class PreferenceData(Conversations):
         found = []
         for piece in Samples(x, {"tokens": tokens}).to(device).chunks(PAIRS_AT_ONCE):
             inputs, target = shortened(*piece, task.length(piece[1]))
+            # never all at once: those of long texts are larger than the model
             logits = ChunkedLogits(net.classifier, net.features(inputs), CHUNK_TOKENS)
             found.append(task.log_probabilities(logits, target["tokens"]).cpu())
         return torch.cat(found)
@@ -192,6 +195,7 @@ def common(*lists: Sequence[Any]) -> list[Any]:
         *lists: the lists.
     """
     found = []
+    # of different lengths: the shortest ends the comparison
     for parts in zip(*lists, strict=False):
         if any(part != parts[0] for part in parts):
             break
