@@ -15,6 +15,9 @@ from language_models import write_llama
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import PreferenceData
+from pfl_lightning.flower.measured import Measured
+from pfl_lightning.flower.sketch import Sketch
+from pfl_lightning.methods import FedAvg
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import CausalLM
 
@@ -191,3 +194,31 @@ def test_the_settings_of_fed_chatbotpa_run_on_its_layout(model, tmp_path, monkey
         "--trainer.clients_per_round 2"
     )
     assert next(tmp_path.glob("runs/*/version_0/rounds.csv")).read_text().count("\n") == 2
+
+
+def test_a_server_without_pairs_knows_the_metrics_and_updates_of_sites(model):
+    data = PreferenceData(rows(), model, max_length=16)
+    net = partial(CausalLM, model=model, lora={"r": 2})
+    client = FedAvg(net, data.input_shape, task=data.task)
+    ranges = Measured(client).ranges
+    assert ranges["reward_acc"] == (0, 1) and ranges["reward_margin"] == ranges["loss"]
+    (made,) = Sketch(data.task, data.input_shape).parts([0], "train")
+    data.task.check(made.y, "a sketch")
+    assert client(made.x[:2]).shape == (2, 2, 16, len(WORDS))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_steps_of_several_batches_are_on_all_their_pairs(model, engine):
+    data = partial(PreferenceData, rows(), model, max_length=16, test_fraction=0, val_fraction=0)
+    ends = []
+    for size, batches in ((4, 1), (2, 2)):
+        torch.manual_seed(1)
+        net = partial(CausalLM, model=model, lora={"r": 2})
+        client = FedAvg(net, (2, 16), task=data().task, optimizer=partial(SGD, lr=0.3))
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
+        trainer = FederatedTrainer(
+            max_rounds=1, engine=engine, accumulate_grad_batches=batches, enable_checkpointing=False, **quiet
+        )
+        trainer.fit(client, datamodule=data(batch_size=size))
+        ends.append(trainer.lightning_module.global_model(common=False))
+    assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-6) for name in ends[0])
