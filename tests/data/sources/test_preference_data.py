@@ -222,3 +222,14 @@ def test_steps_of_several_batches_are_on_all_their_pairs(model, engine):
         trainer.fit(client, datamodule=data(batch_size=size))
         ends.append(trainer.lightning_module.global_model(common=False))
     assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-6) for name in ends[0])
+
+
+def test_rows_are_known_again_where_the_reference_rounds_otherwise(model, monkeypatch):
+    digests = []
+    computed = PreferenceData._log_probabilities
+    for factor in (1.0, 1.0 + 1e-6):
+        monkeypatch.setattr(PreferenceData, "_log_probabilities", lambda *args, factor=factor: factor * computed(*args))
+        data = PreferenceData(rows(), model, max_length=16)
+        data.setup()
+        digests.append(data.split_digests()[..., :2])
+    assert torch.equal(*digests) and digests[0].any()

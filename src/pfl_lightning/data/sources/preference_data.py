@@ -12,7 +12,7 @@ from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.sources.chat_data import Conversations, Message, Tokens, conversation_of
 from pfl_lightning.data.sources.columns import check_column
-from pfl_lightning.data.trees import shortened
+from pfl_lightning.data.trees import Tree, shortened
 from pfl_lightning.nets.causal_lm import CausalLM, DType, local_folder
 from pfl_lightning.nets.chunked_logits import ChunkedLogits
 from pfl_lightning.settings import Unpack
@@ -136,6 +136,15 @@ class PreferenceData(Conversations):
         y = {"tokens": tokens, "reference": self._log_probabilities(x, tokens)}
         owners, parts = (None if of is None else [of[place] for place in kept] for of in (clients, splits))
         return Loaded(x, y, owners, parts)
+
+    def row_contents(self, loaded: Loaded) -> Tree:
+        """Return the token numbers, which are the same on each machine.
+
+        Args:
+            loaded: the pool, as loaded.
+        """
+        # the reference's numbers aren't: a GPU and another CPU round otherwise, and a run may resume there
+        return loaded.x, loaded.y["tokens"]
 
     def _begin(self, one: list[Message], other: list[Message], ids: list[list[int]], row: str) -> int:
         """Return the position at which the answers of a pair may begin.
