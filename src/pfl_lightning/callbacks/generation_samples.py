@@ -1,52 +1,33 @@
 """Texts that clients' language models generate during a run."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from pfl_lightning.callbacks.base import FederatedCallback
 from pfl_lightning.callbacks.feature_pictures import as_used
-from pfl_lightning.client import ClientModule
+from pfl_lightning.client.generation import Coded, continued
 from pfl_lightning.federation.evaluation import undisturbed
 from pfl_lightning.federation.federation import Federation
-from pfl_lightning.nets.modes import kept_modes
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.seeds import derive_seed
-from pfl_lightning.tasks import NextToken
+from pfl_lightning.tasks import NextToken, Preference
 
 DRAWN = 3
 """Number of clients whose texts are generated where none is named."""
-
-
-@runtime_checkable
-class Coded(Protocol):
-    """A data module that turns prompts into token numbers, and token numbers into texts."""
-
-    def encode(self, prompt: Any) -> list[int]:
-        """Return the token numbers of a prompt, at least one."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token numbers."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Token numbers that end a text."""
 
 
 class GenerationSamples(FederatedCallback):
     """Let clients' models go on from prompts, and write the texts into ``RUN_FOLDER/generations.csv``.
 
     A client's model is the one for evaluation, as in `FeaturePictures`: the method's own forward pass, so that models
-    mixed of several count as a whole. The last ``input_shape[0]`` tokens go through the net for each new one, without a
-    cache: right for samples of any net, and slow for long texts. The file has a row for each round, client and prompt;
-    rows are part of the checkpoint, and ``rows`` holds them without a logger, too. A run is the same with the callback
-    and without. No guarantee of privacy covers the texts.
+    mixed of several count as a whole. `CausalLM` goes on from all prompts as batches, and remembers keys and values of
+    earlier tokens; of other nets the last ``input_shape[0]`` tokens go through the net for each new one. The file has a
+    row for each round, client and prompt; rows are part of the checkpoint, and ``rows`` holds them without a logger,
+    too. A run is the same with the callback and without. No guarantee of privacy covers the texts.
 
     It works with data that have methods ``encode`` and ``decode`` and a property ``end_tokens``, such as `ChatData` and
     `Shakespeare`.
@@ -107,10 +88,10 @@ class GenerationSamples(FederatedCallback):
                 "callback GenerationSamples looks at clients' models on the first rank, which doesn't have all "
                 "with trainer.client_states=rank; take memory or disk."
             )
-        if not isinstance(data.task, NextToken) or not isinstance(data, Coded):
+        if not isinstance(data.task, (NextToken, Preference)) or not isinstance(data, Coded):
             raise MisconfigurationException(
                 f"callback GenerationSamples: data={type(data).__name__} with task {data.task} has no texts to go on "
-                "from; it needs the task NextToken, methods encode and decode, and end_tokens."
+                "from; it needs the task NextToken or Preference, methods encode and decode, and end_tokens."
             )
         # all checks at the start, as the first text may be hours away
         for prompt in self.prompts:
@@ -146,67 +127,31 @@ class GenerationSamples(FederatedCallback):
         if not trainer.is_global_zero:
             return
         data = cast(Any, federation.data)
-        [window] = data.input_shape
+        window = data.input_shape[-1]
         with undisturbed():
             for client in self._clients:
                 engine = as_used(federation, client)
-                for place, prompt in enumerate(self.prompts):
-                    # a function of the round and the client, so that resumed runs draw the same texts
-                    generator = torch.Generator().manual_seed(
+                # a function of the round and the client, so that resumed runs draw the same texts
+                generators = [
+                    torch.Generator().manual_seed(
                         derive_seed(cast(int, federation.seed), "generation", done, client, place)
                     )
-                    tokens = continued(
+                    for place in range(len(self.prompts))
+                ]
+                made = dict(
+                    continued(
                         engine.module,
-                        data.encode(prompt),
+                        [data.encode(prompt) for prompt in self.prompts],
                         self.max_new_tokens,
                         window,
                         data.end_tokens,
                         self.temperature,
-                        generator,
+                        generators,
                         engine.forward_context,
                     )
+                )
+                for place, prompt in enumerate(self.prompts):
                     row = {"round": done, "client": data.client_name(client), "prompt": prompt}
-                    self.rows.append(row | {"text": data.decode(tokens)})
+                    self.rows.append(row | {"text": data.decode(made[place])})
         if (folder := run_folder(trainer)) is not None:
             write_rows(folder / "generations.csv", self.rows)
-
-
-def continued(
-    module: ClientModule,
-    tokens: list[int],
-    count: int,
-    window: int,
-    ends: frozenset[int],
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-    context: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
-) -> list[int]:
-    """Return the tokens that a client's model generates behind some tokens.
-
-    Args:
-        module: the client's model.
-        tokens: the tokens before, at least one.
-        count: largest number of new tokens.
-        window: largest number of tokens that the net sees.
-        ends: tokens that end the text, which are left out.
-        temperature: divides the logits; 0 takes the most likely token.
-        generator: draws the tokens, on the CPU; None takes the global one.
-        context: what a forward pass runs in, such as autocast.
-    """
-    made = list[int]()
-    # no padding: a text of its own length needs no mask in any net
-    with kept_modes(module):
-        module.eval()
-        while len(made) < count:
-            x = torch.tensor([[*tokens, *made][-window:]], device=module.device)
-            with context():
-                # on the CPU, whose generator draws the same numbers beside any device
-                logits: Tensor = module(x)[0, -1].float().cpu()
-            if temperature:
-                token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
-            else:
-                token = int(logits.argmax())
-            if token in ends:
-                break
-            made.append(token)
-    return made

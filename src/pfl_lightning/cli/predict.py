@@ -12,17 +12,20 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from tqdm import tqdm
 
 import pfl_lightning.data
 import pfl_lightning.methods
-from pfl_lightning.callbacks.generation_samples import Coded, continued
 from pfl_lightning.cli.earlier_run import TABLES, newest
 from pfl_lightning.cli.load_config import configured
 from pfl_lightning.cli.usage import Arguments, UsageError
 from pfl_lightning.cli.yaml_text import read_settings
+from pfl_lightning.client.generation import AT_ONCE, Coded, continued, scores
 from pfl_lightning.client.module import payloads_of, saved_client
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.files import ARRAYS, read_array, read_checkpoint
+from pfl_lightning.data.sources.chat_data import LISTS, PAIRS, conversation_of, reader_of, rows_in_json
 from pfl_lightning.data.sources.columns import as_text, read_table
 from pfl_lightning.federation.prediction import NeedsSamples, Predictions
 from pfl_lightning.runs.checkpoint_io import federation_in, models_in
@@ -39,7 +42,8 @@ At a site of a deployment, --state-dir predicts with the models of the site's ow
 
     pfl-lightning predict --state-dir /srv/clinic/states --data rows.csv --out predictions.csv
 
-Of a language model, the clients' models answer prompts, one in each line of a .txt file:
+Of a language model, the clients' models answer prompts, one in each line of a .txt file; or conversations, one in each
+line of a .jsonl file, with the right answers if they are to be compared:
 
     pfl-lightning predict --client all --data prompts.txt --out answers.csv
 """
@@ -84,7 +88,7 @@ def main(args: list[str]) -> int:
         raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options, 'predict')}.")
     check_place(options.out)
     config = read_settings(file, f"predict: --config {file}")
-    if options.data is not None and options.data.suffix == ".txt":
+    if options.data is not None and options.data.suffix in (".txt", ".jsonl"):
         return answer(options, path, file, config)
     column = options.client_column or given_column(config, options)
     rows = None
@@ -135,7 +139,7 @@ def parser() -> Arguments:
         type=Path,
         metavar="FILE",
         help="rows: a .csv or .parquet table, or inputs as .npy or .pt (default: the clients' own test rows); prompts "
-        "for a language model: a .txt file with one in each line",
+        "for a language model: a .txt file with one in each line, or a .jsonl file of conversations",
     )
     made.add_argument(
         "--fill_missing_columns",
@@ -144,6 +148,9 @@ def parser() -> Arguments:
     )
     made.add_argument(
         "--max_new_tokens", type=int, default=64, metavar="N", help="longest answer to a prompt (default: 64)"
+    )
+    made.add_argument(
+        "--batch_size", type=int, default=AT_ONCE, metavar="N", help=f"prompts answered at once (default: {AT_ONCE})"
     )
     made.add_argument(
         "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="default: predictions.csv"
@@ -285,6 +292,8 @@ def read_rows(path: Path, column: str | None, config: Mapping[str, Any], checkpo
 def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> int:
     """Write what clients' models answer to prompts, the most likely token each time, as a CSV file.
 
+    Prompts with right answers have columns of the agreement with these.
+
     Args:
         options: the command's options.
         path: the checkpoint, or a site's folder.
@@ -294,16 +303,11 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     Raises:
         UsageError: if there are no prompts or no such clients, or the run has no texts.
     """
-    if not options.data.is_file():
-        raise UsageError(f"predict: --data {options.data} is no file; give a .txt file with a prompt in each line.")
-    try:
-        prompts = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"predict: --data {options.data} is no text in UTF-8; save it as such.") from error
-    if not prompts or options.max_new_tokens < 1:
+    asked = asked_in(options.data, options.client_column)
+    if options.max_new_tokens < 1 or options.batch_size < 1:
         raise UsageError(
-            f"predict: --data {options.data} has {len(prompts)} prompts and --max_new_tokens is "
-            f"{options.max_new_tokens}; both must be at least 1."
+            f"predict: --max_new_tokens is {options.max_new_tokens} and --batch_size {options.batch_size}; both must "
+            "be at least 1."
         )
     data = configured(["--config", str(file), *QUIET.split()]).datamodule
     if not isinstance(data, Coded):
@@ -311,6 +315,14 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
             f"predict: --data {options.data} has prompts, and the run's data, {type(data).__name__}, no texts; give a "
             ".csv, .parquet, .npy or .pt file."
         )
+    try:
+        encoded = [data.encode(each.prompt) for each in asked]
+    # data of letters take texts alone
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"predict: --data {options.data} has prompts that {type(data).__name__} can't encode "
+            f"({type(error).__name__}: {error}); give texts in a .txt file."
+        ) from error
     at_site = options.state_dir is not None
     models = models_in(options.state_dir, best=options.ckpt_path == "best") if at_site else {}
     clients = None if options.client in (None, ["all"]) else options.client
@@ -326,7 +338,7 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         raise UsageError(f"predict: client {strangers[0]} is not at this site, which has {', '.join(models)}.")
     kind = class_of(config, "model", pfl_lightning.methods)
     rows = []
-    [window] = cast(FederatedDataModule, data).input_shape
+    window = cast(FederatedDataModule, data).input_shape[-1]
     # one for all: reading a language model's weights takes longer than an answer
     loaded = kind.load_from_checkpoint(models.get(clients[0], path), map_location="cpu")
     nets = loaded.architectures()
@@ -339,13 +351,139 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
         # a copy shares the frozen weights, and has nothing of the client before
         model = deepcopy(nets[saved.architecture])
         model.become_saved(saved)
-        print(f"predict: client {client}, {number} of {len(clients)}", file=sys.stderr)
-        for prompt in prompts:
-            tokens = continued(model, data.encode(prompt), options.max_new_tokens, window, data.end_tokens)
-            rows.append({"client": client, "prompt": prompt, "answer": data.decode(tokens)})
+        places = [place for place, each in enumerate(asked) if each.client in (None, client)]
+        title = f"predict: client {client}, {number} of {len(clients)}"
+        print(f"{title}, {len(places)} prompts", file=sys.stderr)
+        made: dict[int, str] = {}
+        # no bar in files, which have the line above
+        with tqdm(total=len(places), desc=title, file=sys.stderr, disable=None, leave=False) as bar:
+            for place, tokens in continued(
+                model,
+                [encoded[place] for place in places],
+                options.max_new_tokens,
+                window,
+                data.end_tokens,
+                batch_size=options.batch_size,
+            ):
+                made[place] = data.decode(tokens)
+                bar.update()
+        # in the file's order, whatever the batches' was
+        rows += [
+            {"client": client, "prompt": asked[place].shown, "answer": made[own], "reference": asked[place].reference}
+            for own, place in enumerate(places)
+        ]
+    note = judged(rows)
     save_rows(options.out, rows)
-    print(f"{len(rows)} answers of {len(clients)} client{'s' * (len(clients) != 1)}: {options.out}")
+    print(f"{len(rows)} answers of {len(clients)} client{'s' * (len(clients) != 1)}{note}: {options.out}")
     return 0
+
+
+class Asked(NamedTuple):
+    """A prompt to answer.
+
+    Args:
+        prompt: a text, or messages.
+        shown: the text of its last message.
+        reference: the right answer; None without one.
+        client: the client that answers; None for all.
+    """
+
+    prompt: Any
+    shown: str
+    reference: str | None = None
+    client: str | None = None
+
+
+def asked_in(path: Path, column: str | None) -> list[Asked]:
+    """Return the prompts of a file, at least one.
+
+    Args:
+        path: a .txt file with a prompt in each line, or a .jsonl file with a conversation in each.
+        column: key of each conversation's client; None lets all clients answer all.
+
+    Raises:
+        UsageError: if there is no such file, it has another form, or it has no prompt.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"predict: --data {path} is no file; give a .txt file with a prompt in each line, or a .jsonl file."
+        )
+    if path.suffix == ".txt":
+        if column is not None:
+            raise UsageError(
+                f"predict: --client_column {column} needs a .jsonl file, and --data {path} has lines only."
+            )
+        try:
+            asked = [Asked(line, line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise UsageError(f"predict: --data {path} is no text in UTF-8; save it as such.") from error
+    else:
+        try:
+            asked = [conversation_in(row, f"row {place}", column) for place, row in enumerate(rows_in_json(path))]
+        except MisconfigurationException as error:
+            raise UsageError(f"predict: --data {path}: {error}") from error
+    if not asked:
+        raise UsageError(f"predict: --data {path} has 0 prompts; give at least 1.")
+    return asked
+
+
+def conversation_in(row: Any, name: str, column: str | None) -> Asked:
+    """Return the prompt of a row, and the right answer if the row ends with one.
+
+    Args:
+        row: a row as for `ChatData`, of which the last answer may be missing.
+        name: the row's name, for messages.
+        column: key of the row's client.
+
+    Raises:
+        MisconfigurationException: if the row has another form.
+    """
+    if not isinstance(row, Mapping) or (column is not None and column not in row):
+        there = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise MisconfigurationException(
+            f"{name} (counted from 0) has {there}; give rows with messages, or a prompt and an answer"
+            + (f", and the column {column} of --client_column" if column else "")
+        )
+    client = None if column is None else as_text(row[column])
+    if listed := next((key for key in LISTS if key in row), None):
+        said = conversation_of(row[listed], name)
+    else:
+        keys = next((pair for pair in PAIRS if set(pair) <= row.keys()), None)
+        keys = keys or next((pair for pair in PAIRS if pair[0] in row), None)
+        if keys is None:
+            raise MisconfigurationException(f"{name} (counted from 0) has no messages and no prompt; give one of them")
+        said = reader_of([*row, keys[1]], None, *keys)({keys[1]: "", **row})
+        said = conversation_of(said if keys[1] in row else said[:1], name)
+    reference = None
+    # the model mustn't see the answer to be compared with
+    if said and said[-1]["role"] == "assistant":
+        reference = said.pop()["content"]
+    if not said:
+        raise MisconfigurationException(f"{name} (counted from 0) has no prompt before its answer; give one")
+    # data of letters take a text
+    prompt = said if len(said) > 1 or said[0]["role"] != "user" else said[0]["content"]
+    return Asked(prompt, said[-1]["content"], reference, client)
+
+
+def judged(rows: list[dict[str, Any]]) -> str:
+    """Add the agreement with right answers to rows of answers; return it as words for the last line.
+
+    Args:
+        rows: the rows; without any right answer they lose the column of these.
+    """
+    right = [row for row in rows if row["reference"] is not None]
+    if not right:
+        for row in rows:
+            del row["reference"]
+        return ""
+    found = scores([row["answer"] for row in right], [row["reference"] for row in right])
+    for row in rows:
+        # the same columns in each row, empty without a right answer
+        row |= dict.fromkeys(found[0])
+    for row, own in zip(right, found, strict=True):
+        row |= own
+    means = {name: sum(own[name] for own in found) / len(found) for name in found[0]}
+    return f" (ROUGE-L {means['rouge_l']:.4g}, exact match {means['exact_match']:.4g}, of {len(found)} right answers)"
 
 
 def predictions_at_site(

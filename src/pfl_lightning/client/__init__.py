@@ -2,6 +2,7 @@
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
 from pfl_lightning.client.at_once import at_once
+from pfl_lightning.client.generation import answers, scores
 from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
 
@@ -12,10 +13,12 @@ __all__ = [
     "ClientSettings",
     "Forward",
     "Phase",
+    "answers",
     "at_once",
     "everything",
     "export_adapters",
     "in_body",
     "in_classifier",
     "save_adapters",
+    "scores",
 ]

@@ -355,12 +355,15 @@ def shortened(x: Tree, y: Tree, length: int | None) -> tuple[Tree, Tree]:
 
     Args:
         x: inputs; a tensor whose last dimension is as long as that of the targets has positions.
-        y: targets ``[..., T]``; a tree is returned unchanged.
+        y: targets ``[..., T]``, or a tree whose first tensor has this shape.
         length: number of positions; None keeps all.
     """
-    if length is None or not isinstance(y, Tensor) or length >= (size := y.shape[-1]):
+    if length is None or length >= (size := next(tensors(y)).shape[-1]):
         return x, y
-    return tree_map(lambda leaf: leaf[..., :length] if leaf.shape[-1:] == (size,) else leaf, x), y[..., :length]
+    shortened: tuple[Tree, Tree] = tree_map(
+        lambda leaf: leaf[..., :length] if leaf.shape[-1:] == (size,) else leaf, (x, y)
+    )
+    return shortened
 
 
 def joined(trees: Sequence[Tree]) -> Tree:

@@ -15,8 +15,8 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.engines.evaluation import AGREEMENTS, POOLED, computed, metrics_of, pooled_value, state_of
 from pfl_lightning.flower.sketch import Sketch
 from pfl_lightning.flower.template import check, check_type
-from pfl_lightning.messages import StateDict
-from pfl_lightning.tasks import NextToken, Segmentation
+from pfl_lightning.messages import StateDict, tensors
+from pfl_lightning.tasks import NextToken, Preference, Segmentation
 
 LARGEST = 1e100
 """Largest size of a number: above sums of squares in single precision, and small enough for sums over clients."""
@@ -53,10 +53,12 @@ class Measured:
         # a metric with several values, such as one per class, names the values only when computed
         task = self.module.task
         # the smallest inputs of each kind: two tokens, or one channel of 2 x 2 pixels
-        shape = (2,) if isinstance(task, NextToken) else (1, 2, 2)
-        target = Sketch(task, shape).parts([0], "val")[0].y[:2]
-        sizes = target.shape if isinstance(task, NextToken) else target.shape[:1]
-        places = target.shape[1:] if isinstance(task, Segmentation) else ()
+        shape = {NextToken: (2,), Preference: (2, 2)}.get(type(task), (1, 2, 2))
+        target = Sketch(task, shape).parts([0], "val")[0].take(slice(2)).y
+        by_position = isinstance(task, (NextToken, Preference))
+        first = next(tensors(target))
+        sizes = first.shape if by_position else first.shape[:1]
+        places = first.shape[1:] if isinstance(task, Segmentation) else ()
         ranges: dict[str, Range] = {}
         try:
             with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Samples, Split
 from pfl_lightning.engines import Job
 from pfl_lightning.messages import Message, detached, tree_map
 from pfl_lightning.nets.modes import kept_modes
-from pfl_lightning.tasks import MultiLabel, NextToken, Segmentation, Survival, Task
+from pfl_lightning.tasks import MultiLabel, NextToken, Preference, Segmentation, Survival, Task
 
 
 class Sketch:
@@ -38,6 +38,9 @@ class Sketch:
         y = torch.arange(n) % self.task.outputs
         if isinstance(self.task, NextToken):
             x = y = y[:, None].expand(n, *self.shape)
+        elif isinstance(self.task, Preference):
+            x = y[:, None, None].expand(n, *self.shape)
+            return [Samples(x, {"tokens": x, "reference": torch.zeros(n, 2)}).to(device) for _ in clients]
         elif isinstance(self.task, Segmentation):
             y = y[:, None, None].expand(n, *self.shape[1:])
         elif not self.task.has_classes:

@@ -1,8 +1,11 @@
 """Causal language models of transformers, with adapters of peft."""
 
+import inspect
 import json
 import warnings
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -45,12 +48,12 @@ class CausalLM(Net):
     it. Attribute ``adapted`` is the same model as a ``peft.PeftModel``.
 
     Inputs are token numbers ``[n, T]``, or a dict of ``input_ids`` with ``position_ids`` or ``attention_mask``, each
-    ``[n, T]``. Texts that are padded on the right, with targets that are ignored there, need no mask: no token sees
-    later ones. Several texts in one row are kept apart by ``position_ids`` that begin again at 0. A mask is for padding
-    on the left.
+    ``[n, T]``; for two texts in a sample, as the task `Preference` has them, ``[n, 2, T]``. Texts that are padded on
+    the right, with targets that are ignored there, need no mask: no token sees later ones. Several texts in one row are
+    kept apart by ``position_ids`` that begin again at 0. A mask is for padding on the left.
 
     Args:
-        input_shape: ``(T,)``, the largest number of tokens of a text.
+        input_shape: ``(T,)``, the largest number of tokens of a text; ``(2, T)`` for two texts in a sample.
         num_classes: number of tokens of the task, at most the model's own vocabulary. Models often have some rows more
             than their tokenizer has tokens; those get no logits.
         model: folder of a saved model, or the name of one in the hub's cache; nothing is downloaded.
@@ -147,18 +150,27 @@ class Body(nn.Module):
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         self.window: int | None = min(filter(None, windows), default=None)
         """Tokens that a layer's attention looks back at most."""
+        self.memory: Memory | None = None
+        """Keys and values of earlier passes, inside `remembering`."""
 
     def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor:
-        """Return hidden states ``[n, T, d]``.
+        """Return hidden states ``[n, T, d]``, or ``[n, texts, T, d]`` of several texts in a sample.
 
         Args:
-            x: token numbers ``[n, T]``, or a dict of inputs.
+            x: token numbers ``[n, T]`` or ``[n, texts, T]``, or a dict of inputs.
         """
         inputs = {"input_ids": x} if isinstance(x, Tensor) else x
+        if (ids := inputs["input_ids"]).dim() > 2:
+            # no text sees another, so that each is a row for the layers
+            rows = {name: given.flatten(0, -2) for name, given in inputs.items()}
+            states: Tensor = self(rows)
+            return states.view(*ids.shape, states.shape[-1])
         if inputs["input_ids"].is_floating_point():
             raise MisconfigurationException("net CausalLM takes token numbers, int64, and not quantities.")
         if self.training and torch.is_grad_enabled() and self.computes_again:
             check_own_weights(self)
+        if self.memory is not None:
+            return self.memory.states(self.layers, inputs["input_ids"])
         positions = inputs.get("position_ids")
         # a mask for all layers leaves no layer a shorter window
         whole = self.window is None or inputs["input_ids"].shape[-1] <= self.window
@@ -186,6 +198,98 @@ class Body(nn.Module):
             return seen
         dtype = self.layers.dtype
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+class Memory:
+    """Keys and values of texts that several passes of a module go on with, and the inputs of the next pass.
+
+    A pass of a module may call the layers several times, as methods that mix models do; each call of a pass has keys
+    and values of its own, found by its number in the pass.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """Passes so far."""
+        self._caches: dict[tuple[int, int], Any] = {}
+        self._calls: Counter[int] = Counter()
+        self._mask = self._positions = torch.zeros(0, 0, dtype=torch.int64)
+        self._bodies: list[Body] = []
+
+    def inputs(self, texts: Sequence[list[int]], device: torch.device) -> Tensor:
+        """Return the token numbers of the next pass ``[n, new]``: whole texts at first, then the last token of each.
+
+        Args:
+            texts: the texts so far, the same ones in each pass, which went on by a token.
+            device: device of the result.
+        """
+        self._calls.clear()
+        self.passes += 1
+        if self.passes > 1:
+            # the rest is remembered
+            last = [[text[-1]] for text in texts]
+            self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
+            self._positions = self._positions[:, -1:] + 1
+            return torch.tensor(last, device=device)
+        width = max(map(len, texts))
+        # on the left, so that the last tokens stand below each other
+        gaps = torch.tensor([width - len(text) for text in texts], device=device)[:, None]
+        places = torch.arange(width, device=device)
+        self._mask = (places >= gaps).long()
+        # as without padding: the first token of each text is at 0
+        self._positions = (places - gaps).clamp(min=0)
+        return torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
+
+    def states(self, layers: Any, tokens: Tensor) -> Tensor:
+        """Return the hidden states of new tokens ``[n, new, d]``, and remember their keys and values.
+
+        Args:
+            layers: the model of transformers without its output layer.
+            tokens: token numbers ``[n, new]``.
+        """
+        # copies of a net, such as a method's second model, have layers of their own
+        key = (id(layers), self._calls[id(layers)])
+        self._calls[id(layers)] += 1
+        if key not in self._caches:
+            self._caches[key] = package("transformers").DynamicCache(config=layers.config)
+        # newer versions of transformers have another name for it
+        name = "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
+        given = {"attention_mask": self._mask, "position_ids": self._positions, name: self._caches[key]}
+        hidden: Tensor = layers(input_ids=tokens, **given, use_cache=True).last_hidden_state
+        return hidden
+
+    def attach(self, bodies: Sequence[Body]) -> None:
+        """Let layers remember."""
+        self._bodies = list(bodies)
+        for body in bodies:
+            body.memory = self
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Let layers compute whole texts, inside this context."""
+        for body in self._bodies:
+            body.memory = None
+        try:
+            yield
+        finally:
+            for body in self._bodies:
+                body.memory = self
+
+
+@contextmanager
+def remembering(module: nn.Module) -> Iterator[Memory]:
+    """Let the layers of language models in a module remember keys and values, inside this context.
+
+    Args:
+        module: the module.
+    """
+    memory = Memory()
+    bodies = [layer for layer in module.modules() if isinstance(layer, Body)]
+    memory.attach(bodies)
+    try:
+        yield memory
+    finally:
+        for body in bodies:
+            body.memory = None
 
 
 def check_own_weights(body: nn.Module) -> None:
@@ -354,9 +458,9 @@ def check_sizes(config: Any, model: str, input_shape: tuple[int, ...], num_class
             f"{num_classes}; take the tokenizer that belongs to the model."
         )
     longest = getattr(config, "max_position_embeddings", None)
-    if len(input_shape) == 1 and longest and input_shape[0] > longest:
+    if 1 <= len(input_shape) <= 2 and longest and input_shape[-1] > longest:
         raise MisconfigurationException(
-            f"model.net.model={model!r} takes texts of up to {longest} tokens, and data have {input_shape[0]}; cut "
+            f"model.net.model={model!r} takes texts of up to {longest} tokens, and data have {input_shape[-1]}; cut "
             "them to this length."
         )
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from pfl_lightning.messages import tensors
 from pfl_lightning.settings import as_call
 
 Reduction = Literal["mean", "sum"]
@@ -103,7 +104,9 @@ class Task(ABC):
         Args:
             target: the batch's targets.
         """
-        return len(target)
+        # a tree has a row of each of its tensors for a sample
+        first = next(tensors(target), None)
+        return len(target if first is None else first)
 
     def length(self, target: Any) -> int | None:
         """Return the number of leading positions that a batch's errors depend on; None, by default, for all.

@@ -9,40 +9,17 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from command import QUIET, pfl, refusal
-from pfl_lightning.callbacks.generation_samples import continued
+from chats import BARE, MARKED, ROWS, WORDS, fitted, made_tokenizer, numbers, turns
+from command import pfl, refusal
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.generation import answers
 from pfl_lightning.data import IID, ChatData
 
 transformers = pytest.importorskip("transformers", reason="needs the extra lm")
 
-WORDS = "<s> </s> <pad> <unk> user assistant system : hi there you are good bad yes no ### User: Assistant: ,".split()
 PADDING, END = 2, 1
-# each message ends with </s>, which counts as part of an answer
-BARE = (
-    "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}assistant : {% endif %}"
-)
-MARKED = BARE.replace(
-    "{{ m['content'] }} </s> ",
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} </s> {% endgeneration %}"
-    "{% else %}{{ m['content'] }} </s> {% endif %}",
-)
 # as templates that leave out the thoughts of earlier answers
 FORGETFUL = BARE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else 'yes' }}")
-
-
-def numbers(text):
-    return [WORDS.index(word) for word in text.split()]
-
-
-def made_tokenizer(template=BARE):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **marks)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +27,6 @@ def tokenizer():
     return made_tokenizer()
 
 
-def turns(*texts):
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-ROWS = [
-    {"messages": turns("hi there", "you are good", "no", "yes yes"), "client": "Bonn"},
-    {"messages": turns("you", "bad"), "client": "Ulm"},
-    {"messages": turns("are you", "no"), "client": "Bonn"},
-]
 WHOLE = "user : hi there </s> assistant : you are good </s> user : no </s> assistant : yes yes </s>"
 ANSWERS = [7, 8, 9, 10, 17, 18, 19]
 """Positions of the counted tokens in `WHOLE`."""
@@ -386,20 +354,6 @@ def test_a_line_that_is_no_json_is_told_by_its_number(tokenizer, tmp_path):
         loaded(tmp_path / "rows.jsonl", tokenizer)
 
 
-def fitted(method, tokenizer, rounds):
-    """The last checkpoint of a run of the command line in the working folder, on a tiny model."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in 4 * ROWS))
-    net = f"--model {method} --model.net CausalLM --model.net.model model --model.optimizer AdamW"
-    data = "--data ChatData --data.path chats.jsonl --data.tokenizer model --data.max_length 24"
-    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds {rounds} {QUIET}")
-    (checkpoint,) = Path("runs").glob("*/*/checkpoints/last.ckpt")
-    return checkpoint
-
-
 @pytest.mark.parametrize(("method", "rounds", "rank"), [("FedAvg", 1, 8), ("FedDPA", 2, 16)])
 def test_a_command_writes_the_adapters_of_a_run_of_the_command_line(
     tokenizer, tmp_path, monkeypatch, method, rounds, rank
@@ -437,7 +391,7 @@ def test_prompts_are_answered_by_each_client_with_the_base_loaded_once_for_all(t
     monkeypatch.setattr(
         kind, "from_pretrained", lambda *args, **settings: loads.append(args) or load(*args, **settings)
     )
-    answers = {}
+    given = {}
     for clients in ("all", "Ulm"):
         loads.clear()
         with pytest.raises(SystemExit) as ended:
@@ -446,10 +400,9 @@ def test_prompts_are_answered_by_each_client_with_the_base_loaded_once_for_all(t
         # one for the configuration's own model, and one for all clients
         assert len(loads) == 2
         with Path(f"{clients}.csv").open(newline="") as file:
-            answers[clients] = [list(row.values()) for row in csv.DictReader(file)]
-    assert [row[0] for row in answers["all"]] == ["Bonn", "Bonn", "Ulm", "Ulm"]
+            given[clients] = [list(row.values()) for row in csv.DictReader(file)]
+    assert [row[0] for row in given["all"]] == ["Bonn", "Bonn", "Ulm", "Ulm"]
     # the client before leaves nothing behind
-    assert answers["all"][2:] == answers["Ulm"]
+    assert given["all"][2:] == given["Ulm"]
     model, data = ClientModule.load_from_checkpoint(checkpoint, client="Bonn"), ChatData(ROWS, tokenizer)
-    made = continued(model, data.encode("you"), 64, model.input_shape[0], data.end_tokens)
-    assert answers["all"][1][1:] == ["you", data.decode(made)]
+    assert given["all"][1][1:] == ["you", *answers(model, data, ["you"])]

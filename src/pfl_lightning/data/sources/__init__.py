@@ -8,6 +8,7 @@ from pfl_lightning.data.sources.folder_data import FolderData
 from pfl_lightning.data.sources.hf_data import HFData
 from pfl_lightning.data.sources.leaf_data import LeafData
 from pfl_lightning.data.sources.pfllib_data import PFLlibData
+from pfl_lightning.data.sources.preference_data import PreferenceData
 from pfl_lightning.data.sources.series_data import SeriesData
 from pfl_lightning.data.sources.table_data import TableData
 from pfl_lightning.data.sources.tensor_data import TensorData
@@ -22,6 +23,7 @@ __all__ = [
     "LeafData",
     "OwnedData",
     "PFLlibData",
+    "PreferenceData",
     "SeriesData",
     "TableData",
     "TensorData",

@@ -20,7 +20,7 @@ from pfl_lightning.data.sources.columns import SPLITS, check_column, package
 from pfl_lightning.data.sources.hf_data import SAVED, local_dataset
 from pfl_lightning.nets.causal_lm import local_folder
 from pfl_lightning.settings import Unpack
-from pfl_lightning.tasks import NextToken
+from pfl_lightning.tasks import NextToken, Task
 
 LossOn = Literal["assistant", "all"]
 """Tokens that count: those of the assistant, or all."""
@@ -94,94 +94,62 @@ Tokens = tuple[list[int], list[bool]]
 """Token numbers of a conversation, and whether each counts."""
 
 
-class ChatData(OwnedData):
-    """Conversations of clients, from local files; needs the extra ``lm``, and ``hf`` for Parquet and Arrow.
-
-    A sample is a conversation, or, under ``packing``, several of one client. Inputs are token numbers ``[T]``. Targets
-    are the tokens one position on, and -100 where a token doesn't count, such as the user's tokens and padding. The
-    tokenizer's chat template writes a conversation as one text. The assistant's tokens lie between the template's marks
-    ``{% generation %}``; in a template without them they are the text that follows the generation prompt.
-
-    Files have one of these layouts:
-
-    * rows, in ``.jsonl``, ``.json``, ``.parquet``, ``.arrow``, ``.csv`` or the folder of a saved ``datasets.Dataset``,
-      with the client in a column;
-    * ``.json`` of ``{client: [row, ...]}``, as in FedLLM-Bench;
-    * a folder with ``local_training_CLIENT.json``, and perhaps ``local_testing_CLIENT.jsonl`` for the test samples, as
-      in FedDPA and FedALT;
-    * else a folder with a ``CLIENT.jsonl`` for each client, such as ``Bremen.jsonl``, whose name is the client's.
-
-    A row has a list of messages, ``{"role", "content"}`` or ``{"from", "value"}``, or a prompt and a response.
+class Conversations(OwnedData):
+    """Base of data of conversations, from local files: tokenizer, chat template, and the owners of rows.
 
     Args:
-        path: the file or folder; from Python also a ``datasets.Dataset``, a list of rows, or a dict of such lists.
-        tokenizer: folder of a tokenizer, or its name in the local cache of the hub; from Python also the tokenizer.
-        messages: column of conversations; None takes ``messages`` or ``conversations`` if there.
-        prompt: column of prompts, in place of conversations; None takes a known name, such as ``instruction``, to
-            which a column ``input`` or ``context`` belongs.
-        response: column of responses; None takes the known name that goes with the prompt's.
-        client: column of each row's client, where the layout doesn't name clients; None under another partitioner than
-            `Natural`.
+        path: the file or folder; from Python also rows.
+        tokenizer: a tokenizer, its folder, or its name in the local cache of the hub.
+        chat_template: a template in Jinja, a file with one, or the name of one; None takes the tokenizer's.
+        max_length: positions of a text, at least 1.
+        client: column of each row's client.
         split_column: column of ``train``, ``val`` or ``test``.
-        max_length: positions of a sample, at least 1; later tokens are cut off.
-        loss_on: tokens that count, the ``assistant``'s or ``all``.
-        packing: put several conversations of a client into a sample, as many as fit. Inputs are then a dict of
-            ``input_ids`` and ``position_ids``, which begin at 0 in each conversation.
-        chat_template: a template in Jinja, a file with one, or ``plain``, ``alpaca``, ``vicuna`` or ``chatml``; None
-            takes the tokenizer's.
-        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+        task: returns the task, from the number of tokens.
+        **kwargs: settings of `FederatedDataModule`.
 
     Raises:
-        MisconfigurationException: if a file, a column, the tokenizer or a chat template is missing, a conversation has
-            another form, or no token counts.
-
-    Source: Ye et al., "FedLLM-Bench", NeurIPS 2024 (layout and data by client); best-fit-decreasing packing: Ding et
-    al., "Fewer Truncations Improve Language Modeling", ICML 2024.
+        MisconfigurationException: if the tokenizer or its template is missing, or ``max_length`` is below 1.
     """
+
+    loss_on: LossOn = "assistant"
+    """Tokens that count."""
 
     def __init__(
         self,
         path: Any,
         tokenizer: Any,
-        messages: str | None = None,
-        prompt: str | None = None,
-        response: str | None = None,
-        client: str | None = "client",
-        split_column: str | None = None,
-        max_length: int = 1024,
-        loss_on: LossOn = "assistant",
-        packing: bool = False,
-        chat_template: str | None = None,
+        chat_template: str | None,
+        max_length: int,
+        client: str | None,
+        split_column: str | None,
+        task: Callable[[int], Task],
         **kwargs: Unpack[DataSettings],
     ) -> None:
         check_integers("data.", max_length=max_length)
         if max_length < 1:
             raise MisconfigurationException(f"data.max_length={max_length} must be at least 1, such as 1024")
-        if loss_on not in ("assistant", "all"):
-            raise MisconfigurationException(f"data.loss_on={loss_on!r} must be assistant or all")
-        if (prompt is None) != (response is None):
-            raise MisconfigurationException(
-                f"data.prompt={prompt!r} and data.response={response!r} go together; name both columns or neither"
-            )
         self.tokenizer = local_tokenizer(tokenizer)
         self.chat_template = template_of(self.tokenizer, chat_template)
         # not len(tokenizer): numbers may have gaps
-        tokens = max(self.tokenizer.get_vocab().values()) + 1
-        task = NextToken(tokens, exact_match=loss_on == "assistant", cut_padding=True)
-        super().__init__(task, **kwargs)
+        super().__init__(task(max(self.tokenizer.get_vocab().values()) + 1), **kwargs)
         self.path = path
-        self.messages, self.prompt, self.response = messages, prompt, response
         self.client_column, self.split_column = client, split_column
-        self.loss_on, self.packing = loss_on, packing
-        self.input_shape = (max_length,)
         self._head_lines: list[tuple[str, str]] = []
 
-    def load(self) -> Loaded:
-        """Read the conversations, and make token numbers of them."""
+    @property
+    def owner(self) -> str:
+        """Return the name of the rows' file, for messages."""
+        return f"data.path={str(self.path)!r}" if isinstance(self.path, (str, Path)) else "data.path"
+
+    def owned_rows(self) -> tuple[list[Mapping[str, Any]], list[Any] | None, list[Any] | None]:
+        """Return the rows, and client and split of each where known.
+
+        Raises:
+            MisconfigurationException: if there is no row, or no such column.
+        """
         rows, clients, splits = rows_of(self.path)
-        owner = f"data.path={str(self.path)!r}" if isinstance(self.path, (str, Path)) else "data.path"
         if not rows:
-            raise MisconfigurationException(f"{owner} has no rows; give at least one conversation")
+            raise MisconfigurationException(f"{self.owner} has no rows; give at least one conversation")
         # a column is asked for only by partitioners that read it, so that IID takes rows without clients
         if clients is None and self.client_column is not None and getattr(self.partitioner, "by_owner", False):
             check_column("client", self.client_column, list(rows[0]))
@@ -189,54 +157,7 @@ class ChatData(OwnedData):
         if self.split_column is not None:
             check_column("split_column", self.split_column, list(rows[0]))
             splits = [row.get(self.split_column) for row in rows]
-        read = reader_of(list(rows[0]), self.messages, self.prompt, self.response)
-        conversations = [conversation_of(read(row), f"{owner}: row {place}") for place, row in enumerate(rows)]
-        [length] = self.input_shape
-        texts: list[tuple[Tensor, Tensor]] = []
-        groups: dict[tuple[Any, Any], list[int]] = {}
-        cut = 0
-        for place, (ids, counts) in enumerate(self._tokens(conversations, owner)):
-            cut += len(ids) > length + 1
-            y = [token if is_counted else -100 for token, is_counted in zip(ids, counts, strict=True)][1 : length + 1]
-            # a batch of such rows alone would have a loss of NaN, the mean of no error
-            if any(target != -100 for target in y):
-                key = (None if clients is None else clients[place], None if splits is None else splits[place])
-                groups.setdefault(key, []).append(len(texts))
-                texts.append((torch.tensor(ids[: len(y)]), torch.tensor(y)))
-        if not texts:
-            raise MisconfigurationException(
-                f"data.max_length={length}: no token counts in any of {len(rows)} rows of {owner}, as no answer begins "
-                "before that position; take a larger one, or data.loss_on=all"
-            )
-        self._tell(rows, texts, cut, set(clients or ()) - {client for client, _ in groups})
-        # never across clients or splits: a sample has one owner, and test texts must not be trained on
-        if self.packing:
-            samples = [
-                (key, [group[place] for place in members])
-                for key, group in groups.items()
-                for members in packed([len(texts[place][0]) for place in group], length)
-            ]
-        else:
-            samples = [(key, [place]) for key, group in groups.items() for place in group]
-            # in the order of the file, as the splits are drawn by position
-            samples.sort(key=lambda sample: sample[1])
-        # the longest of all, as a pool is one tensor; `NextToken.length` shortens batches
-        width = max(sum(len(texts[place][0]) for place in members) for _, members in samples)
-        x = torch.full((len(samples), width), self._padding)
-        y_all = torch.full((len(samples), width), -100)
-        positions = torch.arange(width).repeat(len(samples), 1)
-        for row, (_, members) in enumerate(samples):
-            begin = 0
-            for place in members:
-                tokens, targets = texts[place]
-                end = begin + len(tokens)
-                x[row, begin:end], y_all[row, begin:end] = tokens, targets
-                # the padding behind counts on from 0 too, as if it were one more text
-                positions[row, end:] = torch.arange(width - end)
-                begin = end
-        inputs = {"input_ids": x, "position_ids": positions} if self.packing else x
-        owners = None if clients is None else [client for (client, _), _ in samples]
-        return Loaded(inputs, y_all, owners, None if splits is None else [split for (_, split), _ in samples])
+        return rows, clients, splits
 
     @property
     def _padding(self) -> int:
@@ -336,6 +257,175 @@ class ChatData(OwnedData):
         marks = tuple(self.tokenizer.get_added_vocab())
         return len(stripped) if marks and len(stripped) > begin and stripped.endswith(marks) else len(text)
 
+    @property
+    def head_lines(self) -> list[tuple[str, str]]:
+        """Return the numbers of samples and tokens, and of rows left out, for the head of a run."""
+        return self._head_lines
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Return digests of tokenizer and chat template, as `FederatedDataModule.agreed`."""
+        # a module from a checkpoint alone has no tokenizer
+        if not hasattr(self, "chat_template"):
+            return super().agreed
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        parts = {"tokenizer": vocabulary, "chat_template": self.chat_template}
+        return super().agreed | {n: hashlib.sha256(text.encode()).hexdigest()[:16] for n, text in parts.items()}
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """Return the token numbers of a prompt, up to where the assistant's answer begins.
+
+        Args:
+            prompt: the user's text, or a list of messages.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = self._written(messages, "the prompt", add_generation_prompt=True)
+        # the template has written begin marks already, and a second one would be a text never trained on
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token numbers, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token numbers that end an answer: all special tokens but that of unknown words."""
+        return frozenset(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+
+
+class ChatData(Conversations):
+    """Conversations of clients, from local files; needs the extra ``lm``, and ``hf`` for Parquet and Arrow.
+
+    A sample is a conversation, or, under ``packing``, several of one client. Inputs are token numbers ``[T]``. Targets
+    are the tokens one position on, and -100 where a token doesn't count, such as the user's tokens and padding. The
+    tokenizer's chat template writes a conversation as one text. The assistant's tokens lie between the template's marks
+    ``{% generation %}``; in a template without them they are the text that follows the generation prompt.
+
+    Files have one of these layouts:
+
+    * rows, in ``.jsonl``, ``.json``, ``.parquet``, ``.arrow``, ``.csv`` or the folder of a saved ``datasets.Dataset``,
+      with the client in a column;
+    * ``.json`` of ``{client: [row, ...]}``, as in FedLLM-Bench;
+    * a folder with ``local_training_CLIENT.json``, and perhaps ``local_testing_CLIENT.jsonl`` for the test samples, as
+      in FedDPA and FedALT;
+    * else a folder with a ``CLIENT.jsonl`` for each client, such as ``Bremen.jsonl``, whose name is the client's.
+
+    A row has a list of messages, ``{"role", "content"}`` or ``{"from", "value"}``, or a prompt and a response.
+
+    Args:
+        path: the file or folder; from Python also a ``datasets.Dataset``, a list of rows, or a dict of such lists.
+        tokenizer: folder of a tokenizer, or its name in the local cache of the hub; from Python also the tokenizer.
+        messages: column of conversations; None takes ``messages`` or ``conversations`` if there.
+        prompt: column of prompts, in place of conversations; None takes a known name, such as ``instruction``, to
+            which a column ``input`` or ``context`` belongs.
+        response: column of responses; None takes the known name that goes with the prompt's.
+        client: column of each row's client, where the layout doesn't name clients; None under another partitioner than
+            `Natural`.
+        split_column: column of ``train``, ``val`` or ``test``.
+        max_length: positions of a sample, at least 1; later tokens are cut off.
+        loss_on: tokens that count, the ``assistant``'s or ``all``.
+        packing: put several conversations of a client into a sample, as many as fit. Inputs are then a dict of
+            ``input_ids`` and ``position_ids``, which begin at 0 in each conversation.
+        chat_template: a template in Jinja, a file with one, or ``plain``, ``alpaca``, ``vicuna`` or ``chatml``; None
+            takes the tokenizer's.
+        **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
+
+    Raises:
+        MisconfigurationException: if a file, a column, the tokenizer or a chat template is missing, a conversation has
+            another form, or no token counts.
+
+    Source: Ye et al., "FedLLM-Bench", NeurIPS 2024 (layout and data by client); best-fit-decreasing packing: Ding et
+    al., "Fewer Truncations Improve Language Modeling", ICML 2024.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        tokenizer: Any,
+        messages: str | None = None,
+        prompt: str | None = None,
+        response: str | None = None,
+        client: str | None = "client",
+        split_column: str | None = None,
+        max_length: int = 1024,
+        loss_on: LossOn = "assistant",
+        packing: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Unpack[DataSettings],
+    ) -> None:
+        if loss_on not in ("assistant", "all"):
+            raise MisconfigurationException(f"data.loss_on={loss_on!r} must be assistant or all")
+        if (prompt is None) != (response is None):
+            raise MisconfigurationException(
+                f"data.prompt={prompt!r} and data.response={response!r} go together; name both columns or neither"
+            )
+        super().__init__(
+            path,
+            tokenizer,
+            chat_template,
+            max_length,
+            client,
+            split_column,
+            lambda tokens: NextToken(tokens, exact_match=loss_on == "assistant", cut_padding=True),
+            **kwargs,
+        )
+        self.messages, self.prompt, self.response = messages, prompt, response
+        self.loss_on, self.packing = loss_on, packing
+        self.input_shape = (max_length,)
+
+    def load(self) -> Loaded:
+        """Read the conversations, and make token numbers of them."""
+        rows, clients, splits = self.owned_rows()
+        owner = self.owner
+        read = reader_of(list(rows[0]), self.messages, self.prompt, self.response)
+        conversations = [conversation_of(read(row), f"{owner}: row {place}") for place, row in enumerate(rows)]
+        [length] = self.input_shape
+        texts: list[tuple[Tensor, Tensor]] = []
+        groups: dict[tuple[Any, Any], list[int]] = {}
+        cut = 0
+        for place, (ids, counts) in enumerate(self._tokens(conversations, owner)):
+            cut += len(ids) > length + 1
+            y = [token if is_counted else -100 for token, is_counted in zip(ids, counts, strict=True)][1 : length + 1]
+            # a batch of such rows alone would have a loss of NaN, the mean of no error
+            if any(target != -100 for target in y):
+                key = (None if clients is None else clients[place], None if splits is None else splits[place])
+                groups.setdefault(key, []).append(len(texts))
+                texts.append((torch.tensor(ids[: len(y)]), torch.tensor(y)))
+        if not texts:
+            raise MisconfigurationException(
+                f"data.max_length={length}: no token counts in any of {len(rows)} rows of {owner}, as no answer begins "
+                "before that position; take a larger one, or data.loss_on=all"
+            )
+        self._tell(rows, texts, cut, set(clients or ()) - {client for client, _ in groups})
+        # never across clients or splits: a sample has one owner, and test texts must not be trained on
+        if self.packing:
+            samples = [
+                (key, [group[place] for place in members])
+                for key, group in groups.items()
+                for members in packed([len(texts[place][0]) for place in group], length)
+            ]
+        else:
+            samples = [(key, [place]) for key, group in groups.items() for place in group]
+            # in the order of the file, as the splits are drawn by position
+            samples.sort(key=lambda sample: sample[1])
+        # the longest of all, as a pool is one tensor; `NextToken.length` shortens batches
+        width = max(sum(len(texts[place][0]) for place in members) for _, members in samples)
+        x = torch.full((len(samples), width), self._padding)
+        y_all = torch.full((len(samples), width), -100)
+        positions = torch.arange(width).repeat(len(samples), 1)
+        for row, (_, members) in enumerate(samples):
+            begin = 0
+            for place in members:
+                tokens, targets = texts[place]
+                end = begin + len(tokens)
+                x[row, begin:end], y_all[row, begin:end] = tokens, targets
+                # the padding behind counts on from 0 too, as if it were one more text
+                positions[row, end:] = torch.arange(width - end)
+                begin = end
+        inputs = {"input_ids": x, "position_ids": positions} if self.packing else x
+        owners = None if clients is None else [client for (client, _), _ in samples]
+        return Loaded(inputs, y_all, owners, None if splits is None else [split for (_, split), _ in samples])
+
     def _tell(self, rows: Sequence[Any], texts: list[tuple[Tensor, Tensor]], cut: int, lost: set[Any]) -> None:
         """Keep the lines for the head of a run.
 
@@ -357,40 +447,10 @@ class ChatData(OwnedData):
         self._head_lines = [("texts", "; ".join(parts))]
 
     @property
-    def head_lines(self) -> list[tuple[str, str]]:
-        """Return the numbers of conversations and tokens, and of rows left out, for the head of a run."""
-        return self._head_lines
-
-    @property
     def agreed(self) -> dict[str, Any]:
-        """Return digests of tokenizer and chat template, and what the loss is on, as `FederatedDataModule.agreed`."""
-        # a module from a checkpoint alone has no tokenizer
-        if not hasattr(self, "chat_template"):
-            return super().agreed
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
-        parts = {"tokenizer": vocabulary, "chat_template": self.chat_template}
-        cut = {"loss_on": self.loss_on, "packing": self.packing}
-        return super().agreed | cut | {n: hashlib.sha256(text.encode()).hexdigest()[:16] for n, text in parts.items()}
-
-    def encode(self, prompt: str | list[Message]) -> list[int]:
-        """Return the token numbers of a prompt, up to where the assistant's answer begins.
-
-        Args:
-            prompt: the user's text, or a list of messages.
-        """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self._written(messages, "the prompt", add_generation_prompt=True)
-        # the template has written begin marks already, and a second one would be a text never trained on
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token numbers, without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Token numbers that end an answer: all special tokens but that of unknown words."""
-        return frozenset(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+        """Return what the loss is on, beside tokenizer and chat template, as `FederatedDataModule.agreed`."""
+        cut = {"loss_on": self.loss_on, "packing": self.packing} if hasattr(self, "chat_template") else {}
+        return super().agreed | cut
 
 
 def local_tokenizer(tokenizer: Any) -> Any:
