@@ -124,7 +124,7 @@ def exported(client: ClientModule) -> tuple[Any, dict[str, Any]]:
 
 
 def fitted(adapted: Any, adapter: str, state: Mapping[str, Any]) -> Any:
-    """Return an adapter's configuration, for factors that may have other ranks than the net's.
+    """Return an adapter's configuration, for factors that may have other ranks than the net's, with sets in order.
 
     Args:
         adapted: the ``PeftModel``.
@@ -139,11 +139,13 @@ def fitted(adapted: Any, adapter: str, state: Mapping[str, Any]) -> Any:
             place = layer.removeprefix("base_model.model.")
             ranks[place], scales[place] = len(tensor), adapted.get_submodule(layer).scaling[adapter]
             changed |= len(tensor) != adapted.get_submodule(layer).r[adapter]
+    made = copy(config)
+    # a set has another order in a copy and in each process, and equal adapters are equal files
+    vars(made).update({name: sorted(value) for name, value in vars(made).items() if isinstance(value, set)})
     if not changed:
-        return config
+        return made
     # alpha over the rank is the scale
     alphas = {place: scales[place] * rank for place, rank in ranks.items()}
-    made = copy(config)
     made.r, made.lora_alpha = max(ranks.values()), max(alphas.values())
     # the start is overwritten, and some have conditions on the rank
     made.use_rslora, made.init_lora_weights = False, True
