@@ -40,6 +40,7 @@ ONE_BY_ONE = {
     "feddistill": SAMPLES,
     "feddpa": UNMARKED,
     "feddyn": UNMARKED,
+    "fedem": SAMPLES,
     "fedetf": UNMARKED,
     "fedfomo": SAMPLES,
     "fedgela": UNMARKED,
