@@ -37,7 +37,7 @@ from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData
 from pfl_lightning.data.client_names import client_id
 from pfl_lightning.data.files import PLAIN, read_checkpoint
-from pfl_lightning.data.target_scale import TargetScale, saved_scale
+from pfl_lightning.data.target_scale import TargetScale, saved_scale, undone_by
 from pfl_lightning.data.trees import rows_in
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.messages import Message, StateDict, digest, tree_map
@@ -794,7 +794,7 @@ class ClientModule(LightningModule):
         model = client.predicting_module() if "predicting_module" in vars(knows) else Forward(client)
         if self.target_scale is not None:
             wide = torch.promote_types(cast(torch.dtype, self.dtype), torch.float32)
-            model = InUnits(model, self.target_scale, self.task.outputs, wide).to(self.device)
+            model = InUnits(model, self.target_scale, wide).to(self.device)
         model.eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
@@ -1115,25 +1115,23 @@ class InUnits(nn.Module):
     Args:
         model: the model, whose outputs are of standardised targets.
         scale: the targets' mean and deviation.
-        outputs: number of its outputs for a sample.
         dtype: type of the result, at least single precision.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, model: nn.Module, scale: TargetScale, outputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, scale: TargetScale, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
-            # one for each output, as a quantity may have several levels side by side
-            own = torch.tensor(numbers, dtype=dtype).repeat_interleave(outputs // len(numbers))
-            self.register_buffer(name, own)
+        # buffers, which go with the model into each format
+        for name, numbers in zip(scale._fields, scale, strict=True):
+            self.register_buffer(name, torch.tensor(numbers, dtype=dtype))
 
     def forward(self, x: Any) -> Tensor:
         """Return the outputs."""
         outputs: Tensor = self.model(x)
-        return outputs.to(self.mean.dtype) * self.deviation + self.mean
+        return undone_by(outputs.to(self.mean.dtype), self.mean, self.deviation)
 
 
 class Forward(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.data.target_scale import TargetScale
+from pfl_lightning.data.target_scale import TargetScale, source_scale
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes
@@ -123,8 +123,7 @@ class ClientData:
     @property
     def target_scale(self) -> TargetScale | None:
         """Mean and deviation by which the targets were standardised; None where they are as loaded."""
-        known = getattr(self.source, "target_scale", None)
-        return None if known is None else cast(TargetScale | None, known(self.client))
+        return source_scale(self.source, self.client)
 
     @property
     def class_counts(self) -> Tensor:
@@ -173,8 +172,7 @@ class Together:
 
     def target_scale(self, client: int) -> TargetScale | None:
         """Return the scale of a client's targets, as its data module does."""
-        known = getattr(self.source, "target_scale", None)
-        return None if known is None else cast(TargetScale | None, known(client))
+        return source_scale(self.source, client)
 
     def parts(self, clients: Sequence[int], split: Split, device: torch.device | str = "cpu") -> Sequence[Samples]:
         """Return one split of each client."""

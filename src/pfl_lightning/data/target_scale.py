@@ -1,7 +1,7 @@
 """The scale of standardised targets, by which outputs and targets get back their unit."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -71,6 +71,17 @@ def undone_of_clients(values: Tensor, scales: Sequence[TargetScale | None], size
         for each in ([scale.mean for scale in known], [scale.deviation for scale in known])
     )
     return undone_by(values, mean, deviation)
+
+
+def source_scale(source: Any, client: int) -> TargetScale | None:
+    """Return the scale of a client's targets; None where they are as loaded.
+
+    Args:
+        source: the client's data module, or another source of samples, which need not know of scales.
+        client: the client's id.
+    """
+    known = getattr(source, "target_scale", None)
+    return None if known is None else cast(TargetScale | None, known(client))
 
 
 def scale_at(fitted: Mapping[str, Any], place: int | None) -> TargetScale | None:

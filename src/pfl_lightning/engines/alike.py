@@ -12,7 +12,7 @@ from torch import Tensor
 from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data.samples import Parts, Samples
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.data.target_scale import TargetScale
+from pfl_lightning.data.target_scale import TargetScale, source_scale
 from pfl_lightning.engines.base import Engine, Job, ReadsClient
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
@@ -68,8 +68,7 @@ class Alike:
                         gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
                     parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     if any(parts.sizes):
-                        known = getattr(job.data.source, "target_scale", None)
-                        scales = [None if known is None else known(client) for client in clients]
+                        scales = [source_scale(job.data.source, client) for client in clients]
                         results[split] = ClientMetrics(self._measured(clients, parts, scales))
         except torch.cuda.OutOfMemoryError:
             return None
