@@ -9,7 +9,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def at_once(hook: Hook) -> Hook:
-    """Let engine ``vectorised`` run an `on_download` or `upload` of a client module once for many clients.
+    """Let engine ``vectorised`` run a `ClientModule.on_download` or `ClientModule.upload` once for many clients.
 
     The hook then runs once under ``torch.func.vmap``, where each entry, payload and update is one client's, and on a
     GPU launches no more kernels for many clients than for one. Like a training step, it makes no decision by the value

@@ -21,7 +21,7 @@ CLASSES, IMAGES = 10, 1797
 class DigitMixtures(OwnedData):
     r"""scikit-learn's digits, 1x8x8, with classes numbered by codes; each client mixes the codes.
 
-    .. math:: y = (d + c) \bmod 10, \qquad P(c) = \pi_{kc}, \qquad \pi_k \sim \mathrm{Dir}(\alpha, \dots, \alpha)
+    .. math:: y = (d + c) \bmod 10, \qquad P(c) = \pi_{kc}, \qquad \pi_k \sim \mathrm{Dir}(\alpha, \ldots, \alpha)
 
     for a digit d under code c, from 0 to C - 1, at client k. No image tells its code, so that the best prediction for
     client k is right for a share :math:`\max_c \pi_{kc}` of its images. No image is at two clients, which are named
