@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pfl_lightning.cli.load_config import configured
-from pfl_lightning.cli.predict import QUIET, checkpoint_of, configuration_elsewhere
+from pfl_lightning.cli.predict import QUIET, add_run_options, checkpoint_of, configuration_of
 from pfl_lightning.cli.usage import Arguments, UsageError
 
 DESCRIPTION = """\
@@ -30,9 +30,7 @@ def main(args: list[str]) -> int:
     """
     options = parser().parse_args(args)
     path = checkpoint_of(options.ckpt_path, options.runs, "matrix")
-    file = options.config or path.parent.parent / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"matrix: {file} is no file; {configuration_elsewhere(options, 'matrix', 'matrix ')}.")
+    file = configuration_of(options, path.parent.parent, "matrix", "matrix ")
     made = configured(["--config", str(file), *QUIET.split()])
     matrix = made.trainer.matrix(
         made.model,
@@ -62,8 +60,7 @@ def parser() -> Arguments:
         metavar="RUN",
         help="a run's folder, a checkpoint, or best or last of the newest run (default: best)",
     )
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
-    made.add_argument("--config", type=Path, help="configuration of the run, if it isn't in the run's folder")
+    add_run_options(made)
     made.add_argument("--metric", help="metric of the test, such as acc (default: the one that selects the best round)")
     made.add_argument("--client", nargs="+", metavar="NAME", help="clients whose models are tested (default: all)")
     made.add_argument(

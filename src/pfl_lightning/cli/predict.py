@@ -83,9 +83,7 @@ def main(args: list[str]) -> int:
     if at_site:
         options.state_dir = federation_in(options.state_dir)
     path = options.state_dir if at_site else checkpoint_of(options.ckpt_path, options.runs)
-    file = options.config or (path if at_site else path.parent.parent) / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"predict: {file} is no file; {configuration_elsewhere(options, 'predict')}.")
+    file = configuration_of(options, path if at_site else path.parent.parent, "predict")
     check_place(options.out)
     config = read_settings(file, f"predict: --config {file}")
     if options.data is not None and options.data.suffix in (".txt", ".jsonl"):
@@ -125,8 +123,7 @@ def parser() -> Arguments:
         metavar="FOLDER",
         help="of a site of a deployment: its clients predict, by default all of them",
     )
-    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
-    made.add_argument("--config", type=Path, help="configuration of the run, if it isn't in the run's folder")
+    add_run_options(made)
     made.add_argument(
         "--client",
         nargs="+",
@@ -184,20 +181,37 @@ def checkpoint_of(given: str, runs: Path, command: str = "predict") -> Path:
     return path
 
 
-def configuration_elsewhere(options: Any, command: str, run: str = "--ckpt_path ") -> str:
-    """Return advice where a checkpoint has no configuration beside it, as after a run from Python.
+def configuration_of(options: Any, folder: Path, command: str, run: str = "--ckpt_path ") -> Path:
+    """Return the file with a run's configuration: ``--config``, or else the one in a folder.
 
     Args:
         options: the command's options.
+        folder: the folder with ``config.yaml``.
         command: the command, which is the Trainer's method too.
         run: the beginning of the command's argument for a run.
+
+    Raises:
+        UsageError: if there is none, as after a run from Python.
     """
+    file: Path = options.config or folder / "config.yaml"
+    if file.is_file():
+        return file
     other = newest(options.runs, options.ckpt_path) if options.ckpt_path in ("best", "last") else None
     instead = f", or take the newest run of the command line by {run}{other.parents[1]}" if other else ""
-    return (
-        f"a run from Python writes none: call trainer.{command}(..., ckpt_path=...) there, or give the configuration "
-        f"of the checkpoint's run by --config{instead}"
+    raise UsageError(
+        f"{command}: {file} is no file; a run from Python writes none: call trainer.{command}(..., ckpt_path=...) "
+        f"there, or give the configuration of the checkpoint's run by --config{instead}."
     )
+
+
+def add_run_options(made: Arguments) -> None:
+    """Add the options that tell where runs and a run's configuration are.
+
+    Args:
+        made: the parser.
+    """
+    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    made.add_argument("--config", type=Path, help="configuration of the run, if it isn't in the run's folder")
 
 
 def given_column(config: Mapping[str, Any], options: Any) -> str | None:
@@ -345,8 +359,10 @@ def answer(options: Any, path: Path, file: Path, config: Mapping[str, Any]) -> i
     for number, client in enumerate(clients, 1):
         # names come before ids
         whose = int(client) if client.isdigit() and client not in names and not at_site else client
-        own = models.get(client, path)
-        federation = read_checkpoint(own, map_location=loaded.device, mapped=False)["federation"]
+        # at a site each client has a file of its own; else all have one, which is read once
+        if number == 1 or at_site:
+            own = models.get(client, path)
+            federation = read_checkpoint(own, map_location=loaded.device, mapped=False)["federation"]
         saved = saved_client(own, federation, whose, loaded.architecture_of, loaded.device)
         # a copy shares the frozen weights, and has nothing of the client before
         model = deepcopy(nets[saved.architecture])
