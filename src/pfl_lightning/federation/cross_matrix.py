@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pfl_lightning.engines import Sequential
 from pfl_lightning.engines.evaluation import own_values
 from pfl_lightning.federation.federation import Federation
+from pfl_lightning.plots.results import frame
 from pfl_lightning.plots.runs import plot_cross_matrix
 from pfl_lightning.runs.report import write_rows
 from pfl_lightning.runs.tables import markdown_table, text_table
@@ -42,15 +42,8 @@ class CrossMatrix:
     @property
     def frame(self) -> Any:
         """A pandas data frame, models by clients."""
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise MisconfigurationException(
-                "matrix.frame needs the package pandas; install it by pip install 'pfl-lightning[tables]', or take "
-                "matrix.values."
-            ) from None
-        index, columns = pandas.Index(self.models, name=CORNER), pandas.Index(self.clients, name="client")
-        return pandas.DataFrame(self.values, index, columns)
+        made = frame(self.values, "matrix.values", index=self.models, columns=self.clients)
+        return made.rename_axis(index=CORNER, columns="client")
 
     @property
     def means(self) -> tuple[float, float]:

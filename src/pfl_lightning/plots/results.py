@@ -152,11 +152,13 @@ class Results:
         return f'{text}<img alt="{escape(self.metric)} by round" src="data:image/png;base64,{drawn}">'
 
 
-def frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return rows as a pandas data frame.
+def frame(rows: Any, instead: str = "results.rows, results.client_rows and results.summary", **labels: Any) -> Any:
+    """Return a pandas data frame.
 
     Args:
-        rows: values by column; columns may differ from row to row.
+        rows: values by column, which may differ from row to row; or lists of values.
+        instead: attributes with the same values, for the message.
+        **labels: further arguments of ``pandas.DataFrame``: ``index`` and ``columns``.
 
     Raises:
         MisconfigurationException: if pandas isn't installed.
@@ -165,10 +167,10 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> Any:
         pandas = import_module("pandas")
     except ImportError:
         raise MisconfigurationException(
-            "tables of results need the package pandas; install it by pip install 'pfl-lightning[tables]', or take "
-            "results.rows, results.client_rows and results.summary."
+            "a data frame needs the package pandas; install it by pip install 'pfl-lightning[tables]', or take "
+            f"{instead}."
         ) from None
-    return pandas.DataFrame([*rows])
+    return pandas.DataFrame([*rows], **labels)
 
 
 def typed(row: Mapping[str, str]) -> dict[str, Any]:
