@@ -44,8 +44,7 @@ COUNTS = [
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_steps_and_samples_are_those_by_hand(engine, method, made, settings, steps, samples):
     run = fit(make_client(method, **made), blobs(*SIZES, **EVEN), engine=engine, max_rounds=2, **settings)
-    rounds = run.trainer.results.rounds
-    assert list(rounds["local/steps"]) == [steps] * 2 and list(rounds["local/samples"]) == [samples] * 2
+    assert [(row["local/steps"], row["local/samples"]) for row in run.rows] == [(steps, samples)] * 2
 
 
 SETTINGS = [
@@ -72,7 +71,8 @@ def test_engines_agree(method, settings):
     # BatchNorm's small batches enlarge differences by rounding
     assert near(one.weights, many.weights, 1e-4) and near(*states, atol=1e-4)
     counts = ["local/steps", "local/samples", "bytes/up", "bytes/down"]
-    assert one.trainer.results.rounds[counts].equals(many.trainer.results.rounds[counts])
+    alone, together = ([[row[name] for name in counts] for row in run.rows] for run in (one, many))
+    assert alone == together
 
 
 def test_blocks_are_of_clients_that_train_alike():
@@ -191,7 +191,7 @@ def test_the_command_line_takes_fractions_names_and_lists(tmp_path, monkeypatch,
     def steps(more):
         pfl([*line.split(), *more])
         newest = max(tmp_path.glob("runs/*/version_*"), key=lambda path: int(path.name.partition("_")[2]))
-        return int(Results.of(newest).rounds["local/steps"][0])
+        return Results.of(newest).rows[0]["local/steps"]
 
     one = steps([])
     assert steps(["--trainer.local_epochs", "2"]) == 2 * one

@@ -23,6 +23,10 @@ def named():
     return TensorData(x, y, Blobs().task, client=[NAMES[row % 3] for row in range(90)])
 
 
+def figures_of(run, metric="test/acc"):
+    return [row[metric] for row in run.trainer.results.client_rows]
+
+
 def diagonal(matrix):
     return [row[place] for place, row in enumerate(matrix.values)]
 
@@ -33,10 +37,10 @@ def test_the_diagonal_has_the_test_figures_of_the_run(method, tmp_path):
     settings = {"contrastive": False} if method.name == "FedClassAvg" else {}
     make = partial(make_client, method.client, net=noisy, **settings)
     run = fit(make(), root=tmp_path, aggregator=method.new_aggregator(), max_rounds=2)
-    tested = list(run.trainer.results.clients["test/acc"])
+    figures = figures_of(run)
     weights = {name: value.clone() for name, value in run.weights.items()}
     matrix = run.trainer.matrix()
-    assert diagonal(matrix) == tested and matrix.metric == "test/acc"
+    assert diagonal(matrix) == figures and matrix.metric == "test/acc"
     assert equal(weights, run.weights)
     again = make_trainer().matrix(make(), blobs(), ckpt_path=run.last, aggregator=method.new_aggregator())
     assert again.values == matrix.values
@@ -60,25 +64,31 @@ def test_one_model_for_all_has_equal_rows_and_other_nets_their_own():
     same = fit(make_client()).trainer.matrix()
     assert all(row == same.values[0] for row in same.values)
     run = fit(make_client(Local, net=NETS))
-    assert diagonal(run.trainer.matrix()) == list(run.trainer.results.clients["test/acc"])
+    assert diagonal(run.trainer.matrix()) == figures_of(run)
 
 
 @pytest.mark.parametrize("engine", ["vectorised", "processes"])
 def test_every_engine_has_the_same_kind_of_matrix(engine):
     run = fit(make_client(FedPer), engine=engine, max_rounds=2)
-    assert diagonal(run.trainer.matrix()) == pytest.approx(list(run.trainer.results.clients["test/acc"]))
+    assert diagonal(run.trainer.matrix()) == pytest.approx(figures_of(run))
 
 
 def test_clients_and_another_metric_may_be_chosen_by_name():
     run = fit(make_client(FedPer), named())
     matrix = run.trainer.matrix(metric="test/loss", clients=["Ulm", 0])
     assert (matrix.models, matrix.clients, matrix.metric) == (["Ulm", "Bremen"], list(NAMES), "test/loss")
-    losses = run.trainer.results.clients.set_index("name")["test/loss"]
-    assert matrix.frame.loc["Ulm", "Ulm"] == pytest.approx(losses["Ulm"])
+    assert matrix.values[0][NAMES.index("Ulm")] == pytest.approx(figures_of(run, "test/loss")[NAMES.index("Ulm")])
     with pytest.raises(MisconfigurationException, match=r"Celle.*Bremen"):
         run.trainer.matrix(clients=["Celle"])
     with pytest.raises(MisconfigurationException, match=r"metric='auroc'.*acc, loss"):
         run.trainer.matrix(metric="auroc")
+
+
+def test_a_data_frame_has_the_names():
+    pytest.importorskip("pandas", reason="needs the extra tables")
+    matrix = fit(make_client(FedPer), named()).trainer.matrix(clients=["Ulm", 0])
+    assert list(matrix.frame.columns) == list(NAMES)
+    assert list(matrix.frame.loc["Ulm"]) == matrix.values[0] and list(matrix.frame.loc["Bremen"]) == matrix.values[1]
 
 
 def test_table_picture_and_files_have_names_and_mark_the_diagonal(tmp_path):

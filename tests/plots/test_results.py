@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from pandas.testing import assert_frame_equal
 
 from federations import blobs, fit, make_client, make_trainer
 from pfl_lightning import Results
@@ -21,11 +20,16 @@ def run(tmp_path_factory):
     return fit(make_client(FedPer), root=tmp_path_factory.mktemp("runs"), max_rounds=3)
 
 
+@pytest.fixture
+def pandas():
+    return pytest.importorskip("pandas", reason="needs the extra tables")
+
+
 def heights(figure):
     return list(figure.axes[0].lines[0].get_ydata())
 
 
-def test_a_trainer_has_its_results_as_data_frames(run):
+def test_a_trainer_has_its_results_as_data_frames(run, pandas):
     results = run.trainer.results
     assert list(results.rounds["round"]) == [1, 2, 3]
     assert list(results.rounds["val/acc"]) == [row["val/acc"] for row in run.rows]
@@ -36,14 +40,14 @@ def test_a_trainer_has_its_results_as_data_frames(run):
     assert "selected/test/acc" in chosen and results.predictions.empty
 
 
-def test_the_chosen_round_is_in_lightnings_metrics_by_the_same_names(tmp_path):
+def test_the_chosen_round_is_in_lightnings_metrics_by_the_same_names(tmp_path, pandas):
     trainer = fit(make_client(), root=tmp_path, max_rounds=2).trainer
     (chosen,) = trainer.results.selected.to_dict("records")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("selected/")}
     assert metrics == pytest.approx(chosen, rel=1e-6) and "selected/val/acc" in metrics
 
 
-def test_predictions_are_kept_beside_the_rounds(tmp_path):
+def test_predictions_are_kept_beside_the_rounds(tmp_path, pandas):
     trainer = fit(make_client(), root=tmp_path, max_rounds=1).trainer
     predicted = trainer.predict(clients=[0, 2])
     table = trainer.results.predictions
@@ -54,10 +58,10 @@ def test_predictions_are_kept_beside_the_rounds(tmp_path):
     assert list(trainer.results.rounds["round"]) == [1] and len(trainer.results.clients) == 4
 
 
-def test_a_folder_has_the_same_results(run):
+def test_a_folder_has_the_same_results(run, pandas):
     results, of_folder = run.trainer.results, Results.of(run.folder)
     for table in ("rounds", "clients", "selected"):
-        assert_frame_equal(getattr(of_folder, table), getattr(results, table))
+        pandas.testing.assert_frame_equal(getattr(of_folder, table), getattr(results, table))
     assert of_folder.name == results.name == "FedPer-Blobs" and of_folder.predictions.empty
     assert repr(of_folder) == repr(results)
 
@@ -66,15 +70,16 @@ def test_names_like_numbers_stay_names(tmp_path):
     x, y = np.random.default_rng(0).normal(size=(60, 6)).astype("float32"), np.arange(60) % 3
     data = TensorData(x, y, Classification(3), client=["07", "1e3"] * 30, partitioner=Natural())
     run = fit(make_client(), data, root=tmp_path, max_rounds=1, clients_per_round=1)
-    assert list(Results.of(run.folder).clients["name"]) == ["07", "1e3"]
-    assert_frame_equal(Results.of(run.folder).rounds, run.trainer.results.rounds)
+    results = Results.of(run.folder)
+    assert [row["name"] for row in results.client_rows] == ["07", "1e3"]
+    assert [row["val/acc"] for row in results.rows] == [row["val/acc"] for row in run.rows]
 
 
 def test_a_picture_has_words_on_its_axes_and_the_chosen_round(run):
     (axes,) = run.trainer.results.plot().axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("round", "validation accuracy, %")
     assert axes.get_title().startswith("FedPer-Blobs") and len(axes.lines) == 2
-    chosen = run.trainer.results.selected["selected/round"].item()
+    chosen = run.trainer.results.summary["selected"]["round"]
     assert f"round {chosen}" in axes.get_legend().get_texts()[1].get_text()
     (axes,) = run.trainer.results.plot("train/loss").axes
     assert "loss" in axes.get_ylabel()
@@ -89,7 +94,10 @@ def test_pictures_take_a_folder_a_trainer_and_results(run):
         assert heights(plot_curves({"mine": given})) == held
         assert heights(plot_mean_curves({"mine": [given, given]})) == held
         assert heights(plot_against_local_epochs({"mine": (given, 2)})) == held
-    assert heights(plot_curves({"mine": run.trainer.results.rounds})) == held
+
+
+def test_pictures_take_a_data_frame(run, pandas):
+    assert heights(plot_curves({"mine": run.trainer.results.rounds})) == [row["val/acc"] for row in run.rows]
 
 
 def test_partitions_take_a_trainer_data_and_a_finished_run(run):
@@ -125,7 +133,7 @@ def test_a_folder_or_data_without_rounds_is_refused(tmp_path, run):
 
 def test_before_the_first_round_there_is_nothing_and_a_picture_is_refused():
     trainer = make_trainer()
-    assert trainer.results.rounds.empty and trainer.results.selected.empty
+    assert not trainer.results.rows and not trainer.results.client_rows and not trainer.results.summary
     assert "no run yet" in repr(trainer.results) and "<img" not in trainer.results._repr_html_()
     with pytest.raises(MisconfigurationException, match="val/acc"):
         trainer.results.plot()
@@ -155,7 +163,7 @@ def test_without_pandas_one_sentence_tells_what_to_install(run, monkeypatch):
 
 def test_a_run_stopped_before_its_end_has_rounds_alone():
     results = Results([{"round": 1, "val/mae": 0.5, "val/mae_worst": 0.7}], name="mine")
-    assert results.metric == "val/mae" and results.clients.empty and "no test yet" in repr(results)
+    assert results.metric == "val/mae" and not results.client_rows and "no test yet" in repr(results)
     assert heights(plot_curves(SimpleNamespace(results=results), "val/mae")) == [0.5]
     data = blobs()
     data.setup()

@@ -85,8 +85,8 @@ def quick_squares(h: Tensor, vectors: Tensor) -> Tensor:
 
     .. math:: \lVert h - v \rVert^2 = \lVert h \rVert^2 - 2\, h^\top v + \lVert v \rVert^2
 
-    >>> quick_squares(torch.tensor([[1000.0, 0.0]]), torch.tensor([[1000.0, 0.01]]))
-    tensor([[0.0001]])
+    >>> quick_squares(torch.tensor([[1000.0, 0.0]]), torch.tensor([[1000.0, 0.125]]))
+    tensor([[0.0156]])
 
     Args:
         h: ``[n, d]``.

@@ -1,5 +1,6 @@
 """A LightningDataModule for each client."""
 
+import math
 from functools import partial
 
 import lightning as L
@@ -96,8 +97,8 @@ def test_they_train_as_the_same_datasets_given_by_hand():
     client = partial(make_client, FedPer)
     one, other = fit(client(), by_hand()), fit(client(), modules())
     assert equal(one.weights, other.weights)
-    assert one.trainer.results.clients.equals(other.trainer.results.clients)
-    assert list(other.trainer.results.clients["name"]) == list(NAMES)
+    assert one.trainer.results.client_rows == other.trainer.results.client_rows
+    assert [row["name"] for row in other.trainer.results.client_rows] == list(NAMES)
 
 
 def test_a_lightning_module_trains_on_them_and_each_is_set_up_once():
@@ -105,7 +106,8 @@ def test_a_lightning_module_trains_on_them_and_each_is_set_up_once():
     trainer = make_trainer(max_rounds=2)
     model = Lit()
     trainer.fit(model, datamodule=given)
-    assert trainer.results.rounds["val/loss"].iloc[-1] < trainer.results.rounds["val/loss"].iloc[0]
+    first, *_, last = trainer.results.rows
+    assert last["val/loss"] < first["val/loss"]
     trainer.test(model, datamodule=given)
     assert all(own.called == ["prepare", "fit", "test"] for own in given.values())
     assert trainer.datamodule.batch_size == 5 and trainer.datamodule.part(0, "val").y.shape == (6,)
@@ -114,7 +116,7 @@ def test_a_lightning_module_trains_on_them_and_each_is_set_up_once():
 def test_a_list_numbers_the_clients_and_may_stand_in_the_place_of_a_loader():
     trainer = make_trainer(max_rounds=1)
     trainer.fit(make_client(), list(modules().values()))
-    assert list(trainer.results.clients["client"]) == [0, 1]
+    assert [row["client"] for row in trainer.results.client_rows] == [0, 1]
 
 
 def test_rows_to_predict_for_come_from_predict_loaders():
@@ -161,7 +163,7 @@ def test_lightning_s_own_way_to_make_one_is_taken_with_shuffling():
     }
     trainer = make_trainer(max_rounds=1)
     trainer.fit(make_client(), datamodule=made)
-    assert len(trainer.results.clients) == 2
+    assert len(trainer.results.client_rows) == 2
 
 
 def test_items_of_any_form_are_taken():
@@ -183,7 +185,7 @@ def test_items_of_any_form_are_taken():
     trainer = make_trainer(max_rounds=1)
     with pytest.warns(match="also in its training rows"):
         trainer.fit(Forecaster(), datamodule=modules(Named))
-    assert trainer.results.rounds["val/loss"].notna().all()
+    assert all(math.isfinite(row["val/loss"]) for row in trainer.results.rows)
 
 
 class Stream(IterableDataset):

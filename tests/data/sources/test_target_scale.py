@@ -276,7 +276,7 @@ def test_a_matrix_a_central_test_and_results_are_in_dollars(tmp_path):
     assert matrix.metric == "test/mae" and min(map(min, matrix.values)) > 1000
     assert [matrix.values[k][k] for k in range(3)] == pytest.approx([tests[k]["mae"] for k in range(3)], rel=1e-4)
     assert run.federation.test_global()["test/global_mae"] > 1000
-    assert run.trainer.results.rounds["val/mae"].iloc[-1] > 1000
+    assert run.rows[-1]["val/mae"] > 1000
 
 
 @pytest.mark.parametrize(
