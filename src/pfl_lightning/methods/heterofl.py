@@ -102,6 +102,9 @@ class PartAverage(WeightedAverage):
     (FedRolex). An entry that no client of the round has stays as it is. Rows of the output layer are averaged over the
     clients with training samples of the class. With equal nets, and without ``by_class``, it is `WeightedAverage`.
 
+    FedRolex's released code counts the updates of each entry while it averages them. In biases, norms and the output
+    layer a client so weighs the more, the later its update is read; here the order changes nothing, as in the paper.
+
     Source: Alam et al., 2022 (https://arxiv.org/abs/2212.01548) for rolling parts; Diao et al., 2021
     (https://arxiv.org/abs/2010.01264) for all else.
 
