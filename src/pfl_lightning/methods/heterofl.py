@@ -19,6 +19,32 @@ from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.settings import Unpack
 
 
+def narrow_nets(
+    method: str, net: list[NetFactory] | NetFactory | ModuleFactory, widths: tuple[float, ...], scale: bool
+) -> list[NetFactory]:
+    """Return a builder of the narrow net of each width.
+
+    Args:
+        method: name of the method that takes the settings.
+        net: builds the whole net.
+        widths: shares of the net's width, the first one 1.
+        scale: as of `Narrow`.
+
+    Raises:
+        MisconfigurationException: if there are several nets, the first width isn't 1, or one is out of its range.
+    """
+    if isinstance(net, list):
+        raise MisconfigurationException(
+            f"model.net={net} is a list, and {method} makes narrow nets by model.widths; give one net."
+        )
+    several = isinstance(widths, (list, tuple)) and len(widths) > 0
+    if not several or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
+        raise MisconfigurationException(
+            f"model.widths={widths} must be numbers above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
+        )
+    return [Narrow(net, width, scale) for width in widths]
+
+
 class HeteroFL(FedAvg):
     r"""Trains a part of the net by the client's capacity.
 
@@ -58,16 +84,7 @@ class HeteroFL(FedAvg):
         mask: bool = True,
         **kwargs: Unpack[ClientSettings],
     ) -> None:
-        if isinstance(net, list):
-            raise MisconfigurationException(
-                f"model.net={net} is a list, and HeteroFL makes narrow nets by model.widths; give one net."
-            )
-        several = isinstance(widths, (list, tuple)) and len(widths) > 0
-        if not several or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
-            raise MisconfigurationException(
-                f"model.widths={widths} must be numbers above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
-            )
-        super().__init__([Narrow(net, width, scale) for width in widths], *args, **kwargs)
+        super().__init__(narrow_nets("HeteroFL", net, widths, scale), *args, **kwargs)
         self.mask = mask
         # kept with the client, whose predictions outside a federation need it
         self.register_buffer("present", torch.ones(self.num_classes))

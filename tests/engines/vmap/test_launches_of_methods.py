@@ -66,6 +66,7 @@ ONE_BY_ONE = {
     "fedselect": VALUES,
     "fedsr": DRAWS,
     "fedtgp": SAMPLES,
+    "fjord": DRAWS,
     "flexlora": UNMARKED,
     "floco": UNMARKED,
     "flora": UNMARKED,
