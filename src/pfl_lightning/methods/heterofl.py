@@ -52,9 +52,13 @@ class HeteroFL(FedAvg):
     of that size. Its logits of classes without training samples at the client are 0, in training and in its own
     predictions; the global model has all of them.
 
-    The released code normalises by each batch's own statistics and measures those of all training samples before it
-    tests; here the running statistics are averaged as all other entries, or stay with the client by
-    ``buffers="local"``. Its clients may have another capacity in each round, which isn't here.
+    The scale is for nets with batch norms, which undo it in training; without them it makes steps larger, and a narrow
+    net's own predictions differ from what it has trained (docs/results.md, "Clients of unequal capacity").
+
+    In training both codes normalise by each batch's own statistics. For tests the released code measures those of all
+    clients' samples with the final net; here running statistics are averaged as all other entries, or stay with the
+    client by ``buffers="local"``. Its clients may also have another capacity in each round, which isn't here; `FjORD`
+    draws widths up to a client's capacity.
     Source: Diao et al., 2021 (https://arxiv.org/abs/2010.01264);
     diaoenmao/HeteroFL-Computation-and-Communication-Efficient-Federated-Learning-for-Heterogeneous-Clients.
 
