@@ -402,7 +402,6 @@ def fedexp(log, epsilon, average_last):
 
 
 MOMENTUM = {"optimizer": partial(SGD, lr=LR, momentum=0.6)}
-UNIFORM = {"weighting": "uniform"}
 
 
 @replays(m.FedNova, id="fednova-momentum", local_epochs=2, own={"mu": 0.0, **MOMENTUM})
@@ -458,10 +457,19 @@ def feddyn(log, alpha, weighting):
     return End(model, sent=log.everybody(x), kept={"gradient": kept})
 
 
-@replays(m.FedADMM, servers.WeightedAverage, own={"rho": 0.3, "previous": "own"}, server=UNIFORM | {"server_lr": 0.6})
-@replays(m.FedADMM, id="fedadmm-received", local_epochs=2, own={"rho": 0.3, "previous": "received", **MOMENTUM})
-def fedadmm(log, rho, previous, optimizer=None, weighting="uniform", server_lr=1.0):
-    """Gong et al., 2022, with all local training from theta; the released code's change is from theta too."""
+@replays(m.FedADMM, servers.PrimalDualAverage, local_epochs=2, own={"rho": 0.3, "previous": "own", **MOMENTUM})
+@replays(
+    m.FedADMM,
+    servers.PrimalDualAverage,
+    id="fedadmm-released",
+    own={"rho": 0.3, "previous": "received"},
+    server={"step": 0.8},
+)
+def fedadmm(log, rho, previous, optimizer=None, step=None):
+    """Gong et al., 2022, with all local training from theta; the paper's and the released code's step is 1.
+
+    The released code measures the change of the model from theta, not from the client's own model of its last round.
+    """
     factor = optimizer.keywords["momentum"] if optimizer else 0.0
     theta, w, y = log.start, log.everybody(log.start), log.everybody(torch.zeros_like(log.start))
     for t, cohort in log.rounds():
@@ -474,7 +482,7 @@ def fedadmm(log, rho, previous, optimizer=None, weighting="uniform", server_lr=1
             dual = y[k] + rho * (own - theta)
             changes[k] = own - (w[k] if previous == "own" else theta) + (dual - y[k]) / rho
             w[k], y[k] = own, dual
-        theta = theta + server_lr * mean(changes)
+        theta = theta + (step or len(cohort) / len(CLIENTS)) * mean(changes)
     kept = {"dual": {k: y[k] for k in log.seen}}
     return End(theta, kept=kept | ({"last": {k: w[k] for k in log.seen}} if previous == "own" else {}))
 

@@ -8,6 +8,7 @@ from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
 from pfl_lightning.methods.fedacg import FedACG
+from pfl_lightning.methods.fedadmm import PrimalDualAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedas import FisherAverage
@@ -110,6 +111,7 @@ __all__ = [
     "NormalizedAverage",
     "PFedSim",
     "PartAverage",
+    "PrimalDualAverage",
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",

@@ -44,8 +44,8 @@ class LatestAverage(WeightedAverage):
 
     with :math:`\eta` as the mean learning rate of the round's clients S. Clients count equally, however often they
     come: where some come seldom, the mean of those in the round leans to the others, and here it doesn't. Where all
-    come, it is `WeightedAverage` with ``weighting=uniform``, bit for bit at equal learning rates. Running statistics are
-    averaged over S. The server keeps N changes, each as large as the model's parameters, in checkpoints too.
+    come, it is `WeightedAverage` with ``weighting=uniform``, bit for bit at equal learning rates. Running statistics
+    are averaged over S. The server keeps N changes, each as large as the model's parameters, in checkpoints too.
 
     The paper has all clients take part in the first round, and the official code waits until each has come once. Here
     nobody waits: :math:`G_k` is 0 until client k comes, as in the official code's ``fdu_no_wait``, so that first steps
@@ -82,9 +82,12 @@ class LatestAverage(WeightedAverage):
                 # uploads may be in half precision, which has too few digits for sums
                 w = w.to(torch.promote_types(w.dtype, torch.float32))
                 changes[client][name] = w - x[name].to(w)
-        eta = sum(rates[client] for client in updates) / len(updates)
-        # a client without a learning rate hasn't moved
-        scales = {client: eta / rates[client] if rates[client] else 0.0 for client in sorted(rates)}
+        # eta / eta_k of all remembered, as a mean of ratios, which is 1 to the last bit where rates are equal; a client
+        # without a learning rate hasn't moved
+        scales = {
+            client: sum(rates[other] / rate for other in updates) / len(updates) if rate else 0.0
+            for client, rate in sorted(rates.items())
+        }
         target = mean_model(updates, weights)
         # where all come at one rate, nothing is remembered from before, and the mean of models has all digits
         if len(updates) < self.num_clients or set(scales.values()) != {1.0}:
