@@ -98,7 +98,8 @@ class DPAverage(Aggregator):
             counts all alike, and no client sends its number of samples.
         server_lr: :math:`\eta_s`, above 0.
         noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
-        server: FedAvgM, FedAdagrad, FedAdam or FedYogi, or another server with a ``move``; None goes to the noisy mean.
+        server: FedAvgM, FedAdagrad, FedAdam, FedYogi or FedACG, or another server with a ``move``; None goes to the
+            noisy mean.
 
     Raises:
         MisconfigurationException: if a setting is out of range, or two don't go together.
