@@ -89,7 +89,12 @@ class BlockEvaluator:
             # Evaluate each client alone instead: an error in the module's own code is raised there, with its own
             # traceback.
             self.usable = False
-            rank_zero_info(f"clients are evaluated one by one from now on: {reason_of(error)}.")
+            reason = reason_of(error)
+            if isinstance(error, AttributeError) and error.name in self.module.caches:
+                reason = (
+                    f"its forward pass reads {type(self.module).__name__}.{error.name}, which differs between clients"
+                )
+            rank_zero_info(f"clients are evaluated one by one from now on: {reason}.")
             return None
         return Evaluated(clients, results)
 
