@@ -1,4 +1,4 @@
-"""FjORD: clients train widths up to their capacity in turn, so that each narrow net is a good net by itself."""
+"""FjORD: clients train widths up to their capacity in turn, so each narrow net is a good net alone."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +27,8 @@ class FjORD(FedAvg):
 
     Client k has a net of the width :math:`w_k`, the first units of each layer. A step draws :math:`w` from the widths
     up to :math:`w_k`, all equally likely, and trains the first :math:`\lceil w K \rceil` of a layer's K units. With
-    self-distillation the whole net of the client learns from the targets in each step, and the drawn part from it:
+    self-distillation the whole net of the client learns from the targets in each step, and the drawn part from the
+    whole:
 
     .. math::
 
@@ -36,14 +37,15 @@ class FjORD(FedAvg):
 
     without a gradient through the target. The server takes the mean of each entry over the clients with this entry, by
     their numbers of training samples. Running statistics of batch norms move by batches of the client's whole width
-    alone; the paper keeps statistics for each width, which the narrower parts need for predictions of their own.
+    alone; the baseline below keeps statistics for each width, which narrower parts need for predictions of their own.
 
-    The authors published no code. Source: Horvath et al., 2021 (https://arxiv.org/abs/2102.13451), with both weights of
-    the distillation at 1, as in the baseline of adap/flower, of which the authors wrote a part.
+    The paper has no released code; two of its authors contributed the baseline ``fjord`` of adap/flower, which agrees
+    in steps and averages, with both weights of the distillation at 1.
+    Source: Horvath et al., 2021 (https://arxiv.org/abs/2102.13451).
 
     Args:
         net: builds the whole net.
-        widths: shares of the net's width, as of `HeteroFL`: the clients' capacities and the widths that a step draws.
+        widths: shares of the net's width, as of `HeteroFL`: capacities of clients, and choices of each step.
         distil: whether the drawn part learns from the client's whole net.
         **kwargs: the arguments of `FedAvg`.
 
@@ -102,10 +104,10 @@ class FjORD(FedAvg):
 
     @contextmanager
     def part(self, drawn: Tensor) -> Iterator[None]:
-        """Leave out what a width lacks of each layer's inputs, inside this context.
+        """Zero each layer's inputs beyond a width, inside this context.
 
-        A part's outputs are those of the whole net with zeros for all other inputs, and so are its gradients, so that
-        tensors keep their shapes whatever is drawn.
+        A part's outputs are those of the whole net with zeros for all other inputs, and so are the gradients;
+        tensors of all draws have equal shapes.
 
         Args:
             drawn: 1 for the drawn width and 0 for the client's others, ``[widths]``.
@@ -136,7 +138,7 @@ class FjORD(FedAvg):
         return torch.tensor([float(size_of(layers[name])) for name in self.layers])
 
     def configure_aggregator(self) -> Aggregator:
-        """Return the mean of each entry over the clients that have it, weighted by their samples."""
+        """Return the mean of each entry over the clients with this entry, weighted by their samples."""
         return PartAverage(by_class=False)
 
 

@@ -25,7 +25,7 @@ def narrow_nets(
     """Return a builder of the narrow net of each width.
 
     Args:
-        method: name of the method that takes the settings.
+        method: name of the method with these settings.
         net: builds the whole net.
         widths: shares of the net's width, the first one 1.
         scale: as of `Narrow`.
@@ -52,13 +52,13 @@ class HeteroFL(FedAvg):
     of that size. Its logits of classes without training samples at the client are 0, in training and in its own
     predictions; the global model has all of them.
 
-    The scale is for nets with batch norms, which undo it in training; without them it makes steps larger, and a narrow
-    net's own predictions differ from what it has trained (docs/results.md, "Clients of unequal capacity").
+    The scale is for nets with batch norms, which undo the scale in training; without norms steps are larger, and a
+    narrow net predicts unlike its training (docs/results.md, "Clients of unequal capacity").
 
-    In training both codes normalise by each batch's own statistics. For tests the released code measures those of all
-    clients' samples with the final net; here running statistics are averaged as all other entries, or stay with the
-    client by ``buffers="local"``. Its clients may also have another capacity in each round, which isn't here; `FjORD`
-    draws widths up to a client's capacity.
+    In training both codes normalise by each batch's own statistics. For tests the released code measures statistics of
+    all clients' samples with the final net; here running statistics are averaged as all other entries, or stay with the
+    client by ``buffers="local"``. A client's capacity is the same in all rounds, where the released code can draw
+    another for each; `FjORD` draws widths up to the capacity.
     Source: Diao et al., 2021 (https://arxiv.org/abs/2010.01264);
     diaoenmao/HeteroFL-Computation-and-Communication-Efficient-Federated-Learning-for-Heterogeneous-Clients.
 
@@ -123,8 +123,8 @@ class PartAverage(WeightedAverage):
     (FedRolex). An entry that no client of the round has stays as it is. Rows of the output layer are averaged over the
     clients with training samples of the class. With equal nets, and without ``by_class``, it is `WeightedAverage`.
 
-    FedRolex's released code counts the updates of each entry while it averages them. In biases, norms and the output
-    layer a client so weighs the more, the later its update is read; here the order changes nothing, as in the paper.
+    FedRolex's released code counts the updates of each entry while averaging. In biases, norms and the output
+    layer a client weighs more than those read before; here the order changes nothing, as in the paper.
 
     Source: Alam et al., 2022 (https://arxiv.org/abs/2212.01548) for rolling parts; Diao et al., 2021
     (https://arxiv.org/abs/2010.01264) for all else.

@@ -25,7 +25,7 @@ class Availability(Selection):
 
     Args:
         table: path of the file, which the server reads before the first round; or a rate for all rounds for each of
-            some clients, dealt out to all of them in turn as networks are by ``model.assign_nets``.
+            some clients, dealt out to all clients in turn, as networks by ``model.assign_nets``.
 
     Raises:
         MisconfigurationException: if there is no rate, or one isn't from 0 to 1.
