@@ -1222,6 +1222,24 @@ def fedamp(log, mu, alpha, sigma, min_own):
     return End(sent=u, kept={"net": w})
 
 
+STAR = {0: [1, 2, 3, 4], 1: [2], 3: [4]}
+
+
+@replays(m.FedAvg, servers.GossipAverage, id="dpsgd-ring", server={"graph": "ring"})
+@replays(m.FedAvg, servers.GossipAverage, id="dpsgd-star", local_epochs=2, server={"graph": STAR})
+def dpsgd(log, graph):
+    """Lian et al., 2017, with the mix after the steps, as in Sun et al., 2023; clients who stay away have no edges."""
+    edges = {(k, (k + 1) % 5) for k in range(5)} if graph == "ring" else {(k, j) for k in graph for j in graph[k]}
+    edges |= {(j, k) for k, j in edges}
+    w = log.everybody(log.start)
+    for t, cohort in log.rounds():
+        y = {k: sgd(w[k], log.batches(t, k)) for k in cohort}
+        hears = {k: [j for j in cohort if (k, j) in edges] for k in cohort}
+        share = {(k, j): 1 / (1 + max(len(hears[k]), len(hears[j]))) for k in cohort for j in hears[k]}
+        w |= {k: y[k] + sum(share[k, j] * (y[j] - y[k]) for j in hears[k]) for k in cohort}
+    return End(sent=w)
+
+
 @replays(m.FedFomo, servers.AffinityPool, id="fedfomo", own={"norm": "l2"}, server={"num_models": 2})
 @replays(m.FedFomo, servers.AffinityPool, id="fedfomo-l1", own={"norm": "l1"}, server={"num_models": 1})
 def fedfomo(log, norm, num_models):

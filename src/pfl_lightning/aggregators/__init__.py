@@ -7,6 +7,7 @@ from pfl_lightning.methods.ccvr import VirtualFeatures
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
+from pfl_lightning.methods.dpsgd import GossipAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedas import FisherAverage
@@ -96,6 +97,7 @@ __all__ = [
     "FisherAverage",
     "GeneralizationAdjustment",
     "GlobalHeader",
+    "GossipAverage",
     "HyperNetwork",
     "KTpFL",
     "KTpFLWeight",

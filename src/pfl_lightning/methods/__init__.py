@@ -6,6 +6,7 @@ from pfl_lightning.methods import (  # noqa: F401
     cfl,
     cwfedavg,
     cyclic,
+    dpsgd,
     fedasync,
     fedawa,
     fedbuff,

@@ -162,6 +162,7 @@ METHODS = (
     Method("pFedGraph", m.PFedGraph, file="pfedgraph"),
     Method("pFedHN", m.PFedHN, file="pfedhn"),
     Method("pFedSim", m.FedAvg, a.PFedSim, file="pfedsim"),
+    Method("D-PSGD", m.FedAvg, a.GossipAverage, file="dpsgd"),
     Method("CFL", m.FedAvg, a.CFL, file="cfl"),
     Method("FedEM", m.FedEM, file="fedem"),
     Method("IFCA", m.IFCA, file="ifca"),
