@@ -7,6 +7,7 @@ from pfl_lightning.methods.ccvr import VirtualFeatures
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
+from pfl_lightning.methods.dispfl import IntersectionAverage
 from pfl_lightning.methods.dpsgd import GossipAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.fedamp import FedAMP
@@ -99,6 +100,7 @@ __all__ = [
     "GlobalHeader",
     "GossipAverage",
     "HyperNetwork",
+    "IntersectionAverage",
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",

@@ -163,6 +163,7 @@ METHODS = (
     Method("pFedHN", m.PFedHN, file="pfedhn"),
     Method("pFedSim", m.FedAvg, a.PFedSim, file="pfedsim"),
     Method("D-PSGD", m.FedAvg, a.GossipAverage, file="dpsgd"),
+    Method("Dis-PFL", m.DisPFL, file="dispfl"),
     Method("CFL", m.FedAvg, a.CFL, file="cfl"),
     Method("FedEM", m.FedEM, file="fedem"),
     Method("IFCA", m.IFCA, file="ifca"),

@@ -23,6 +23,7 @@ ONE_BY_ONE = {
     "apfl": UNMARKED,
     "apple": REFUSED,
     "ccvr": SAMPLES,
+    "dispfl": VALUES,
     "ditto": UNMARKED,
     "ensemble": UNMARKED,
     "fedala": SAMPLES,
