@@ -9,6 +9,8 @@ from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
 from pfl_lightning.methods.dispfl import IntersectionAverage
 from pfl_lightning.methods.dpsgd import GossipAverage
+from pfl_lightning.methods.fedacg import FedACG
+from pfl_lightning.methods.fedadmm import PrimalDualAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedas import FisherAverage
@@ -50,6 +52,7 @@ from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.kt_pfl import KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
+from pfl_lightning.methods.mifa import LatestAverage
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
 from pfl_lightning.methods.pfedhn import HyperNetwork
@@ -80,6 +83,7 @@ __all__ = [
     "FairAverage",
     "FeatureGenerator",
     "FeatureStatistics",
+    "FedACG",
     "FedAMP",
     "FedAWA",
     "FedAdagrad",
@@ -104,12 +108,14 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "LatestAverage",
     "LowRankAverage",
     "MaskedAverage",
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",
     "PartAverage",
+    "PrimalDualAverage",
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",
