@@ -13,6 +13,7 @@ from pfl_lightning.engines import ClientMetrics, Sequential, evaluation
 from pfl_lightning.engines.evaluation import POOLED, computed_on, evaluate_outputs, mean_of
 from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedBABU, FedBN, FedPer, FedProx, Local
 from pfl_lightning.nets import Net
+from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import (
     Classification,
     MultiLabel,
@@ -224,6 +225,15 @@ class ById(FedAvg):
         return super().forward(x + self.client_id)
 
 
+class BySeed(FedAvg):
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        # a generator of its own, of which engines know nothing
+        generator = torch.Generator().manual_seed(derive_seed("of a client", self.client_id))
+        weight = self.net.classifier.weight
+        self.assign({"net.classifier.weight": torch.randn(weight.shape, generator=generator).to(weight)})
+
+
 class ByChance(FedAvg):
     """Draws noise for its inputs."""
 
@@ -250,7 +260,7 @@ class OfLogits(MeanSquaredError):
         super().update(outputs[:, 0], target.float())
 
 
-@pytest.mark.parametrize("method", [BySample, ById, ByChance, Meeting, Unusual])
+@pytest.mark.parametrize("method", [BySample, ById, BySeed, ByChance, Meeting, Unusual])
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_what_makes_clients_differ_is_seen(method, engine):
     data = {"data": blobs(24, 18, 30, 20)}

@@ -49,7 +49,7 @@ SERVERS = {
 """Servers in place of the method's own, for the same reasons."""
 ROUND = {"optimizer_lifetime": "round"}
 RUNS = {
-    **dict.fromkeys(("FedNova", "FlexLoRA", "FLoRA", "RoLoRA"), ROUND),
+    **dict.fromkeys(("Dis-PFL", "FedNova", "FlexLoRA", "FLoRA", "RoLoRA"), ROUND),
     "FedBABU": {"evaluate": "before"},
     "FedBABU, both": {"evaluate": "both"},
     "FedRep": {"evaluate": "before"},

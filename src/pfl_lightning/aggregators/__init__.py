@@ -7,6 +7,8 @@ from pfl_lightning.methods.ccvr import VirtualFeatures
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
+from pfl_lightning.methods.dispfl import IntersectionAverage
+from pfl_lightning.methods.dpsgd import GossipAverage
 from pfl_lightning.methods.fedacg import FedACG
 from pfl_lightning.methods.fedadmm import PrimalDualAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
@@ -100,7 +102,9 @@ __all__ = [
     "FisherAverage",
     "GeneralizationAdjustment",
     "GlobalHeader",
+    "GossipAverage",
     "HyperNetwork",
+    "IntersectionAverage",
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",

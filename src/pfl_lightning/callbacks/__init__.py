@@ -25,6 +25,7 @@ from pfl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, 
 from pfl_lightning.callbacks.class_pictures import ClassPictures
 from pfl_lightning.callbacks.distribution_estimate import DistributionEstimate
 from pfl_lightning.callbacks.drift_pictures import DriftPictures
+from pfl_lightning.callbacks.edge_table import EdgeTable
 from pfl_lightning.callbacks.feature_pictures import FeaturePictures
 from pfl_lightning.callbacks.first_rounds import FirstRounds
 from pfl_lightning.callbacks.flop_counter import FlopCounter
@@ -53,6 +54,7 @@ __all__ = [
     "ClassPictures",
     "DistributionEstimate",
     "DriftPictures",
+    "EdgeTable",
     "FeaturePictures",
     "FederatedCallback",
     "FirstRounds",

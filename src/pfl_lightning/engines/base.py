@@ -180,7 +180,7 @@ class AnyClient:
     def _refuse(self, *args: Any) -> NoReturn:
         raise ReadsClient("all clients are asked for, and not one of them")
 
-    __getattr__ = __hash__ = __eq__ = __bool__ = __str__ = __format__ = _refuse
+    __getattr__ = __hash__ = __eq__ = __bool__ = __str__ = __repr__ = __format__ = _refuse
 
 
 class Job(NamedTuple):

@@ -6,6 +6,7 @@ from pfl_lightning.methods import (  # noqa: F401
     cfl,
     cwfedavg,
     cyclic,
+    dpsgd,
     fedacg,
     fedasync,
     fedawa,
@@ -29,6 +30,7 @@ from pfl_lightning.methods.alternate_training import AlternateAlignment, Alterna
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
 from pfl_lightning.methods.ccvr import CCVR
+from pfl_lightning.methods.dispfl import DisPFL
 from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
@@ -130,6 +132,7 @@ __all__ = [
     "ControlVariates",
     "CosineClassifier",
     "DPScaffold",
+    "DisPFL",
     "Ditto",
     "Ensemble",
     "FFALoRA",

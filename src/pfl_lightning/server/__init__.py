@@ -3,6 +3,7 @@
 from pfl_lightning.server.aggregator_list import AggregatorList
 from pfl_lightning.server.base import Aggregator, Server
 from pfl_lightning.server.class_means import ClassMeans
+from pfl_lightning.server.graph import GraphAggregator
 from pfl_lightning.server.means import Mean
 from pfl_lightning.server.model_pool import ModelPool, inner_products, mean_loss
 from pfl_lightning.server.weighted_average import (
@@ -17,6 +18,7 @@ __all__ = [
     "Aggregator",
     "AggregatorList",
     "ClassMeans",
+    "GraphAggregator",
     "Mean",
     "ModelPool",
     "Server",

@@ -21,6 +21,7 @@ ONE_BY_ONE = {
     "adaptive_fedprox": SAMPLES,
     "apple": REFUSED,
     "ccvr": SAMPLES,
+    "dispfl": VALUES,
     "ensemble": UNMARKED,
     "fedala": SAMPLES,
     "fedas": SAMPLES,
