@@ -5,6 +5,7 @@ and {} is FedAvg's picture without words:
 
 net: a client's layers from below (nets: of each client): S common, P the client's own, M mixed for the client, F fixed,
   C common to a cluster, G a copy; a lower-case letter is a thin layer, a point a gap. SSS where nothing is said.
+parts: of each client's net, where its units begin in the whole net, and their share of the width.
 beside: what else a client has: layers, or points, bars, mask, valley, correction. tie: spring, arrow, back, both, plus.
 adapter: factors A and B. local: the clients' words.
 server: mean, step, weights, models, mix, clusters, classes, outputs, points, hyper, generator, data, ring, none; mean
@@ -108,6 +109,21 @@ def stack(x: float, floor: float, letters: str, client: int) -> str:
     return "".join(drawn)
 
 
+def narrow(x: float, floor: float, letters: str, begin: float, share: float) -> str:
+    """Return a client's units of a common net, in front of the whole net.
+
+    Args:
+        x: left edge.
+        floor: lower edge of the lowest layer.
+        letters: kinds of layers.
+        begin: where the units begin, as a share of the width.
+        share: their share of the width.
+    """
+    places = range(len(letters))
+    own = (rect(x + BOX * begin, floor - LAYER - (LAYER + GAP) * k, BOX * share, LAYER, "shared") for k in places)
+    return stack(x, floor, "G" * len(letters), 0) + "".join(own)
+
+
 def dots(x: float, floor: float) -> str:
     """Return samples or class means in the plane of features."""
     places = [(4, 30, 0), (10, 34, 0), (17, 26, 1), (21, 32, 1), (7, 10, 2), (14, 6, 2)]
@@ -195,6 +211,8 @@ def client(number: int, idea: dict[str, Any]) -> str:
     centre = CLIENTS[number]
     net = layers(idea, number)
     beside = idea.get("beside")
+    if "parts" in idea:
+        return narrow(centre - BOX / 2, FLOOR, net, *idea["parts"][number])
     if "adapter" in idea:
         return stack(centre - 27, FLOOR, net, number) + adapters(centre + 3, FLOOR, idea["adapter"], number)
     if not beside:

@@ -469,7 +469,7 @@ def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
     ideas = importlib.import_module("ideas")
     rows = gallery.measured()
     described = {name: each["picture"] for name, each in importlib.import_module("catalogue").declared().items()}
-    known = {"net", "nets", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
+    known = {"net", "nets", "parts", "beside", "tie", "adapter", "server", "by", "samples", "local", "up"}
     for name, idea in described.items():
         assert known.issuperset(idea), name
         drawn = xml.etree.ElementTree.fromstring(ideas.svg(name, idea, rows[name]))
@@ -485,6 +485,17 @@ def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
             }, name
         # pFedSim's server keeps each client's classifier
         assert "P" not in idea.get("net", "").upper() or rows[name]["stays"] != "nothing" or name == "pFedSim", name
+
+
+def test_a_picture_shows_which_units_a_client_has(gallery):
+    ideas = importlib.import_module("ideas")
+    rows = gallery.measured()
+    drawn = ideas.svg("HeteroFL", {"parts": [[0, 1], [0.5, 0.5], [0, 0.25]], "server": "none"}, rows["HeteroFL"])
+    boxes = [box for box in xml.etree.ElementTree.fromstring(drawn).iter("rect") if box.get("class") == "shared"]
+    places = [(float(box.get("x")) + ideas.BOX / 2, float(box.get("width"))) for box in boxes]
+    first, second, third = ideas.CLIENTS
+    half = ideas.BOX / 2
+    assert places == [(first, ideas.BOX)] * 3 + [(second + half, half)] * 3 + [(third, half / 2)] * 3
 
 
 def test_a_picture_shows_who_has_which_layers(gallery):

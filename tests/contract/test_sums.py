@@ -16,7 +16,13 @@ from sweeps import swept
 ROUNDS = 4
 # masks of FedSelect are empty at first; narrow nets have no sums with wide ones, so all have the whole net
 WHOLE = {"widths": (1.0,)}
-SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedSelect": {"every": 1}, "FedRolex": WHOLE, "HeteroFL": WHOLE}
+SETTINGS = {
+    "FedClassAvg": {"contrastive": False},
+    "FedSelect": {"every": 1},
+    "FedRolex": WHOLE,
+    "FjORD": WHOLE,
+    "HeteroFL": WHOLE,
+}
 
 
 def shifted(updates: Updates) -> Updates:
@@ -68,8 +74,9 @@ def test_who_needs_sums_only_says_so(method):
     after = sent(aggregator, state, shifted(updates))
     assert all(torch.equal(x, y) for x, y in zip(tensors(before), tensors(again), strict=True))
     same = all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(tensors(before), tensors(after), strict=True))
-    # bits of a mask have no sums in the bytes that they are packed in, nor have factors of different ranks
-    assert same == (aggregator.sums_only or method.name in ("FedKD", "FedPM"))
+    # bits of a mask have no sums in the bytes that they are packed in, nor have factors of different ranks or nets of
+    # different widths
+    assert same == (aggregator.sums_only or method.name in ("FedKD", "FedPM", "FjORD"))
 
 
 def test_a_subclass_says_it_anew():

@@ -20,13 +20,14 @@ OWN |= dict.fromkeys(("Dis-PFL", "FlexLoRA", "FLoRA", "RoLoRA"), OWN["FedNova"])
 """Settings that methods want."""
 
 
-SOME = ("Local", "FedPer", "cwFedAvg", "FedReMa", "SCAFFOLD", "FedProto")
-"""One of each way to keep state: nowhere, at clients, at the server, at both, and in classes' means."""
+SOME = ("Local", "FedPer", "cwFedAvg", "FedReMa", "SCAFFOLD", "FedProto", "FedRolex")
+"""One of each way to keep state: nowhere, at clients, at the server, at both, in classes' means, in parts of a net."""
 
 
 # one that pools samples is refused at sites, see tests/methods/test_pooled.py
 @pytest.mark.parametrize("method", swept([method for method in METHODS if not method.client.pools], SOME))
-@pytest.mark.by_default("SCAFFOLD")
+# FedRolex has nets of several sizes
+@pytest.mark.by_default("SCAFFOLD", "FedRolex")
 def test_a_deployment_equals_the_simulation(method, tmp_path):
     own = {"optimizer_lifetime": "run", **OWN.get(method.name, {})}
     make = partial(make_client, method.client, net=noisy, **own)

@@ -129,18 +129,18 @@ def test_entries_that_nobody_has_stay_and_a_round_without_updates_changes_nothin
     assert (head - before["net.classifier.bias"]).tolist() == pytest.approx([1, 0, 1])
 
 
-@pytest.mark.parametrize("rolling", [False, True])
-def test_vectorised_and_sequential_agree_and_parts_travel(rolling):
+@pytest.mark.parametrize(("rolling", "engine"), [(False, "vectorised"), (True, "vectorised"), (True, "processes")])
+def test_engines_agree_and_parts_travel(rolling, engine):
     spies = [Spy(), Spy()]
     runs = [
         fit(
             make_client(HeteroFL, net=wide, widths=WIDTHS),
             blobs(*SIZES, 12, by_class=True),
             aggregator=PartAverage(rolling=rolling, weighting="uniform"),
-            engine=engine,
+            engine=name,
             callbacks=[spy],
         )
-        for engine, spy in zip(("sequential", "vectorised"), spies, strict=True)
+        for name, spy in zip(("sequential", engine), spies, strict=True)
     ]
     assert near(runs[0].weights, runs[1].weights)
     shapes = [spies[0].updates[0][k]["weights"]["net.features.1.weight"].shape for k in range(3)]

@@ -57,6 +57,20 @@ def test_a_rate_is_a_probability(tmp_path):
         assert share == rate if rate in (0, 1) else abs(share - rate) < 0.03
 
 
+def test_rates_are_dealt_out_in_turn(tmp_path):
+    some, _ = cohorts(Availability([1, 0]), max_rounds=2)
+    assert some == [[0, 2], [0, 2]]
+    table = "client,rate\n" + "".join(f"{client},{[0.5, 0.9, 1][client % 3]}\n" for client in range(4))
+    drawn, _ = cohorts(Availability([0.5, 0.9, 1]))
+    assert drawn == cohorts(written(tmp_path, table))[0]
+
+
+@pytest.mark.parametrize("rates", [[], [1, 1.5], [float("nan")]])
+def test_rates_out_of_range_are_refused(rates):
+    with pytest.raises(MisconfigurationException, match=r"trainer\.cohort\.table"):
+        Availability(rates)
+
+
 def test_it_resumes_bit_for_bit(tmp_path):
     there = written(tmp_path, "client,rate\n0,0.5\n1,0.3\n2,1\n3,0.9\n")
 

@@ -84,6 +84,7 @@ from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.feduv import FedUV
 from pfl_lightning.methods.fenda import FENDA
 from pfl_lightning.methods.ffa_lora import FFALoRA
+from pfl_lightning.methods.fjord import FjORD
 from pfl_lightning.methods.floco import FLOCO
 from pfl_lightning.methods.flora import FLoRA
 from pfl_lightning.methods.fml import FML
@@ -181,6 +182,7 @@ __all__ = [
     "FedSR",
     "FedSelect",
     "FedUV",
+    "FjORD",
     "GrowingEpochs",
     "HetLoRA",
     "HeteroFL",

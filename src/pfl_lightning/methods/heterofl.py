@@ -19,6 +19,32 @@ from pfl_lightning.server.weighted_average import MeanSettings
 from pfl_lightning.settings import Unpack
 
 
+def narrow_nets(
+    method: str, net: list[NetFactory] | NetFactory | ModuleFactory, widths: tuple[float, ...], scale: bool
+) -> list[NetFactory]:
+    """Return a builder of the narrow net of each width.
+
+    Args:
+        method: name of the method with these settings.
+        net: builds the whole net.
+        widths: shares of the net's width, the first one 1.
+        scale: as of `Narrow`.
+
+    Raises:
+        MisconfigurationException: if there are several nets, the first width isn't 1, or one is out of its range.
+    """
+    if isinstance(net, list):
+        raise MisconfigurationException(
+            f"model.net={net} is a list, and {method} makes narrow nets by model.widths; give one net."
+        )
+    several = isinstance(widths, (list, tuple)) and len(widths) > 0
+    if not several or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
+        raise MisconfigurationException(
+            f"model.widths={widths} must be numbers above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
+        )
+    return [Narrow(net, width, scale) for width in widths]
+
+
 class HeteroFL(FedAvg):
     r"""Trains a part of the net by the client's capacity.
 
@@ -26,9 +52,13 @@ class HeteroFL(FedAvg):
     of that size. Its logits of classes without training samples at the client are 0, in training and in its own
     predictions; the global model has all of them.
 
-    The released code normalises by each batch's own statistics and measures those of all training samples before it
-    tests; here the running statistics are averaged as all other entries, or stay with the client by
-    ``buffers="local"``. Its clients may have another capacity in each round, which isn't here.
+    The scale is for nets with batch norms, which undo the scale in training; without norms steps are larger, and a
+    narrow net predicts unlike its training (docs/results.md, "Clients of unequal capacity").
+
+    In training both codes normalise by each batch's own statistics. For tests the released code measures statistics of
+    all clients' samples with the final net; here running statistics are averaged as all other entries, or stay with the
+    client by ``buffers="local"``. A client's capacity is the same in all rounds, where the released code can draw
+    another for each; `FjORD` draws widths up to the capacity.
     Source: Diao et al., 2021 (https://arxiv.org/abs/2010.01264);
     diaoenmao/HeteroFL-Computation-and-Communication-Efficient-Federated-Learning-for-Heterogeneous-Clients.
 
@@ -58,16 +88,7 @@ class HeteroFL(FedAvg):
         mask: bool = True,
         **kwargs: Unpack[ClientSettings],
     ) -> None:
-        if isinstance(net, list):
-            raise MisconfigurationException(
-                f"model.net={net} is a list, and HeteroFL makes narrow nets by model.widths; give one net."
-            )
-        several = isinstance(widths, (list, tuple)) and len(widths) > 0
-        if not several or widths[0] != 1 or not all(0 < width <= 1 for width in widths):
-            raise MisconfigurationException(
-                f"model.widths={widths} must be numbers above 0 and at most 1, the first one 1, such as [1, 0.5, 0.25]."
-            )
-        super().__init__([Narrow(net, width, scale) for width in widths], *args, **kwargs)
+        super().__init__(narrow_nets("HeteroFL", net, widths, scale), *args, **kwargs)
         self.mask = mask
         # kept with the client, whose predictions outside a federation need it
         self.register_buffer("present", torch.ones(self.num_classes))
@@ -101,6 +122,9 @@ class PartAverage(WeightedAverage):
     (HeteroFL), or, ``rolling``, as many from unit :math:`-t \bmod K` on in round t, so that all are trained in time
     (FedRolex). An entry that no client of the round has stays as it is. Rows of the output layer are averaged over the
     clients with training samples of the class. With equal nets, and without ``by_class``, it is `WeightedAverage`.
+
+    FedRolex's released code counts the updates of each entry while averaging. In biases, norms and the output
+    layer a client weighs more than those read before; here the order changes nothing, as in the paper.
 
     Source: Alam et al., 2022 (https://arxiv.org/abs/2212.01548) for rolling parts; Diao et al., 2021
     (https://arxiv.org/abs/2010.01264) for all else.

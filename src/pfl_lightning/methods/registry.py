@@ -196,6 +196,7 @@ METHODS = (
     Method("FedTGP", m.FedProto, a.TrainablePrototypes, file="fedtgp"),
     Method("KT-pFL", m.KnowledgeTransfer, file="kt_pfl"),
     Method("FedRolex", m.HeteroFL, partial(a.PartAverage, rolling=True, weighting="uniform"), file="fedrolex"),
+    Method("FjORD", m.FjORD, file="fjord"),
     Method("HeteroFL", m.HeteroFL, file="heterofl"),
     Method("FedALT", m.FedALT, file="fedalt"),
     Method("FedDPA", m.FedDPA, file="feddpa"),

@@ -24,11 +24,20 @@ class Availability(Selection):
         1,0.5,1
 
     Args:
-        table: path of the file, which the server reads before the first round.
+        table: path of the file, which the server reads before the first round; or a rate for all rounds for each of
+            some clients, dealt out to all clients in turn, as networks by ``model.assign_nets``.
+
+    Raises:
+        MisconfigurationException: if there is no rate, or one isn't from 0 to 1.
     """
 
-    def __init__(self, table: str) -> None:
+    # the list first: the command line would take it for a path
+    def __init__(self, table: list[float] | str) -> None:
         super().__init__()
+        if not isinstance(table, str) and not (table and all(0 <= rate <= 1 for rate in table)):
+            raise MisconfigurationException(
+                f"trainer.cohort.table={table} must have numbers from 0 to 1, such as [1, 0.5], or be a file's path."
+            )
         self.table = table
 
     def setup(self, sizes: Mapping[int, int]) -> None:
@@ -41,6 +50,9 @@ class Availability(Selection):
             MisconfigurationException: if the table can't be read, or lacks a client.
         """
         super().setup(sizes)
+        if not isinstance(self.table, str):
+            self.rates = {client: [self.table[client % len(self.table)]] for client in sizes}
+            return
         self.rates = read_rates(self.table)
         if missing := sorted(sizes.keys() - self.rates.keys()):
             raise MisconfigurationException(

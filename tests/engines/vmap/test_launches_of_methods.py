@@ -50,6 +50,7 @@ ONE_BY_ONE = {
     "fedselect": VALUES,
     "fedsr": DRAWS,
     "fedtgp": SAMPLES,
+    "fjord": DRAWS,
     "flexlora": UNMARKED,
     "floco": DRAWS,
     "flora": UNMARKED,
