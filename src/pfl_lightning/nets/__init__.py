@@ -18,6 +18,7 @@ from pfl_lightning.nets.shared_features import (
     ShuffleNetV2Features,
 )
 from pfl_lightning.nets.transformer import Transformer
+from pfl_lightning.nets.unet import UNet
 
 __all__ = [
     "CNN",
@@ -41,6 +42,7 @@ __all__ = [
     "ShuffleNetV2Features",
     "SmallCNN",
     "Transformer",
+    "UNet",
     "cut_net",
     "feature_size",
     "find_output_layer",
