@@ -48,6 +48,7 @@ class Predictions:
         class_names: names of the classes by number; empty if classes have numbers alone.
         labels: further columns of the table by name, such as the time after which a forecast begins, from
             `FederatedDataModule.prediction_labels`.
+        errors: error of each row ``[n]``, from `Task.row_errors`, such as of a reconstruction; None for other tasks.
     """
 
     outputs: Tensor
@@ -56,6 +57,7 @@ class Predictions:
     values: Tensor | None = None
     class_names: list[str] = field(default_factory=list)
     labels: dict[str, list[Any]] = field(default_factory=dict)
+    errors: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -64,12 +66,14 @@ class Predictions:
         """Return a table as columns by name, for a data frame or a CSV file.
 
         ``prediction`` has the class, by its name where classes have names, and ``p_CLASS`` a class's probability; a
-        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities. The ``labels``
-        come first.
+        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities. A reconstruction
+        has ``error``, of the row, alone. The ``labels`` come first.
 
         Raises:
             MisconfigurationException: if each row has predictions at several positions, such as an image's pixels.
         """
+        if self.errors is not None:
+            return self.labels | {"error": self.errors.tolist()}
         table = self.outputs if self.values is None else self.values
         if table.dim() > 2 or (self.classes is not None and self.probabilities is not None and table.dim() != 2):
             raise MisconfigurationException(
@@ -240,9 +244,17 @@ def predicted(
 
         first, _ = next(held.chunks(1))
         size = max(1, min(CHUNK, OUTPUTS // max(1, forward(first).numel())))
-        whole = torch.cat([forward(part) for part, _ in held.chunks(size)])
+        found, errors = [], []
+        for part, _ in held.chunks(size):
+            outputs = forward(part)
+            found.append(outputs)
+            # here and not at the end: inputs may be larger than memory
+            errors.append(module.task.row_errors(outputs, part))
+        whole = torch.cat(found)
+        of_rows = None if errors[0] is None else torch.cat(cast(list[Tensor], errors))
     named = {name: list(values) for name, values in labels.items()}
-    return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names), labels=named)
+    made = module.task.predictions(whole)
+    return Predictions(whole, **made, errors=of_rows, class_names=list(class_names), labels=named)
 
 
 def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:

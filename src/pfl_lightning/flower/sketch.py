@@ -43,6 +43,8 @@ class Sketch:
             return [Samples(x, {"tokens": x, "reference": torch.zeros(n, 2)}).to(device) for _ in clients]
         elif isinstance(self.task, Segmentation):
             y = y.view(n, *[1] * len(self.shape[1:])).expand(n, *self.shape[1:])
+        elif self.task.reconstructs:
+            y = x
         elif not self.task.has_classes:
             # as many columns as targets have, which outputs outnumber where a target has several
             columns = 2 if isinstance(self.task, Survival) else getattr(self.task, "quantities", self.task.outputs)
