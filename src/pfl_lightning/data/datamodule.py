@@ -480,7 +480,8 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def _like(self) -> Tree:
         """Return a tree of empty tensors with the shape and type of the pool's inputs."""
-        first = take(self._ready().samples.x, slice(0, 1))
+        # of the samples and not of their inputs, as items read on access may be trees
+        first = self._ready().samples.take(slice(0, 1)).x
         return tree_map(lambda leaf: torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype), first)
 
     def setup(self, stage: str | None = None) -> None:

@@ -34,6 +34,11 @@ class Samples:
     def __len__(self) -> int:
         return rows_in(self.y)
 
+    @property
+    def at_once(self) -> int | None:
+        """Return the largest number of samples of a chunk, whatever is asked for; None for any number."""
+        return None
+
     def take(self, rows: Tensor | slice) -> "Samples":
         """Return the samples at some positions.
 

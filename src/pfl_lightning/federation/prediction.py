@@ -21,6 +21,7 @@ from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Sequentia
 from pfl_lightning.engines.evaluation import OUTPUTS
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.nets.item_lists import holds_items
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
 
@@ -224,7 +225,7 @@ def predicted(
         labels: further columns of the predictions' table.
 
     Raises:
-        MisconfigurationException: if the client has no test split.
+        MisconfigurationException: if the client has no test split, or batches are lists of items.
     """
     engine, module, job = recipe.engine, recipe.engine.module, recipe.job
     with undisturbed():
@@ -243,6 +244,11 @@ def predicted(
             return outputs if scale is None else scale.undone(outputs)
 
         first, _ = next(held.chunks(1))
+        if holds_items(first):
+            raise MisconfigurationException(
+                f"model.net={type(module.net).__name__} takes lists of items, and predictions are a tensor with a row "
+                "for each sample; call the net of trainer.client(NAME) with a list of your own."
+            )
         size = max(1, min(CHUNK, OUTPUTS // max(1, forward(first).numel())))
         found, errors = [], []
         for part, _ in held.chunks(size):
