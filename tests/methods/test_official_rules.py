@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR
 
 from federations import CLASSES, FEATURES, HIDDEN, Blobs, fit, make_client, plain, points
 from pfl_lightning import WeightedAverage
@@ -347,6 +348,44 @@ def fedyogi(log, beta2, **settings):
     return adaptive(log, lambda v, square: v - (1 - beta2) * square * torch.sign(v - square), **settings)
 
 
+@replays(m.FedProx, servers.FedACG, own={"mu": 0.4}, server={"momentum": 0.6, "weighting": "uniform"})
+@replays(
+    m.FedProx, servers.FedACG, id="fedacg-samples", own={"mu": 0.4}, server={"momentum": 0.6, "weighting": "samples"}
+)
+def fedacg(log, mu, momentum, weighting):
+    """Kim et al., 2024, Algorithm 1; the official code counts clients equally, and its weight is mu / 2."""
+
+    def near(w, a, b, x):
+        return cross_entropy(w, a, b) + mu / 2 * (w - x).square().sum()
+
+    theta, moved = log.start, torch.zeros_like(log.start)
+    for t, cohort in log.rounds():
+        ahead = theta + momentum * moved
+        changes = {k: sgd(ahead, log.batches(t, k), near, ahead) - ahead for k in cohort}
+        moved = momentum * moved + mean(changes, log.n if weighting == "samples" else None)
+        theta = theta + moved
+    return End(theta, sent=log.everybody(theta + momentum * moved), server={"mean": theta})
+
+
+@replays(m.MIFA, servers.LatestAverage)
+@replays(
+    m.MIFA,
+    servers.LatestAverage,
+    id="mifa-decay",
+    own={"lr_scheduler": lambda optimizer: LambdaLR(optimizer, lambda t: 1 / (t + 1))},
+)
+def mifa(log, lr_scheduler=None):
+    """Gu et al., 2021, Algorithm 1, from a table of zeros, as the official trainer that doesn't wait has it."""
+    x, table = log.start, log.everybody(torch.zeros_like(log.start))
+    for t, cohort in log.rounds():
+        lr = LR / (t + 1) if lr_scheduler else LR
+        table |= {k: (x - sgd(x, log.batches(t, k), lr=lr)) / lr for k in cohort}
+        x = x - lr * mean(table)
+    lrs = {k: max(t for t, cohort in log.rounds() if k in cohort) for k in log.seen}
+    lrs = {k: LR / (t + 1) if lr_scheduler else LR for k, t in lrs.items()}
+    return End(x, server={f"changes/{k}": -lrs[k] * table[k] for k in log.seen})
+
+
 @replays(m.FedAvg, servers.FedExP, server={"epsilon": 1e-4, "average_last": True})
 def fedexp(log, epsilon, average_last):
     """Jhunjhunwala et al., 2023, with an epsilon that stays; the last model is the mean of the last two iterates."""
@@ -416,6 +455,36 @@ def feddyn(log, alpha, weighting):
         x = model + mean(h)
     kept = {k: -alpha / share[k] * h[k] for k in log.seen}
     return End(model, sent=log.everybody(x), kept={"gradient": kept})
+
+
+@replays(m.FedADMM, servers.PrimalDualAverage, local_epochs=2, own={"rho": 0.3, "previous": "own", **MOMENTUM})
+@replays(
+    m.FedADMM,
+    servers.PrimalDualAverage,
+    id="fedadmm-released",
+    own={"rho": 0.3, "previous": "received"},
+    server={"step": 0.8},
+)
+def fedadmm(log, rho, previous, optimizer=None, step=None):
+    """Gong et al., 2022, with all local training from theta; the paper's and the released code's step is 1.
+
+    The released code measures the change of the model from theta, not from the client's own model of its last round.
+    """
+    factor = optimizer.keywords["momentum"] if optimizer else 0.0
+    theta, w, y = log.start, log.everybody(log.start), log.everybody(torch.zeros_like(log.start))
+    for t, cohort in log.rounds():
+        changes = {}
+        for k in cohort:
+            own, u = theta, 0
+            for a, b in log.batches(t, k):
+                u = factor * u + slope(cross_entropy, own, a, b) + y[k] + rho * (own - theta)
+                own = own - LR * u
+            dual = y[k] + rho * (own - theta)
+            changes[k] = own - (w[k] if previous == "own" else theta) + (dual - y[k]) / rho
+            w[k], y[k] = own, dual
+        theta = theta + (step or len(cohort) / len(CLIENTS)) * mean(changes)
+    kept = {"dual": {k: y[k] for k in log.seen}}
+    return End(theta, kept=kept | ({"last": {k: w[k] for k in log.seen}} if previous == "own" else {}))
 
 
 @replays(m.QFedAvg, servers.FairAverage, server={"q": 0.7})

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from federations import Pause, blobs, drawn_update, equal, fit, flat, make_client, noisy, read_csv, same_end
 from pfl_lightning import Server, WeightedAverage
-from pfl_lightning.aggregators import FedAdagrad, FedAdam, FedAvgM, FedAWA, FedYogi
+from pfl_lightning.aggregators import FedACG, FedAdagrad, FedAdam, FedAvgM, FedAWA, FedYogi
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.engines import Sequential, Vectorised
 from pfl_lightning.methods import Ditto, FedAvg, FedPer
@@ -127,7 +127,7 @@ def test_tied_parameters_count_once_and_stay_tied():
 # A server's step behind the noise
 
 
-STEPS = [partial(FedAvgM, server_lr=0.5), FedAdagrad, FedAdam, FedYogi]
+STEPS = [partial(FedAvgM, server_lr=0.5), FedACG, FedAdagrad, FedAdam, FedYogi]
 
 
 @pytest.mark.parametrize("step", STEPS)

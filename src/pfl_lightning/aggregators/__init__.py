@@ -7,6 +7,8 @@ from pfl_lightning.methods.ccvr import VirtualFeatures
 from pfl_lightning.methods.cfl import CFL
 from pfl_lightning.methods.cwfedavg import CwFedAvg
 from pfl_lightning.methods.cyclic import CyclicTransfer
+from pfl_lightning.methods.fedacg import FedACG
+from pfl_lightning.methods.fedadmm import PrimalDualAverage
 from pfl_lightning.methods.fedalt import RestOfWorld
 from pfl_lightning.methods.fedamp import FedAMP
 from pfl_lightning.methods.fedas import FisherAverage
@@ -48,6 +50,7 @@ from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.kt_pfl import KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
+from pfl_lightning.methods.mifa import LatestAverage
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
 from pfl_lightning.methods.pfedhn import HyperNetwork
@@ -78,6 +81,7 @@ __all__ = [
     "FairAverage",
     "FeatureGenerator",
     "FeatureStatistics",
+    "FedACG",
     "FedAMP",
     "FedAWA",
     "FedAdagrad",
@@ -100,12 +104,14 @@ __all__ = [
     "KTpFL",
     "KTpFLWeight",
     "KnowledgeCoefficients",
+    "LatestAverage",
     "LowRankAverage",
     "MaskedAverage",
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",
     "PartAverage",
+    "PrimalDualAverage",
     "ProductAverage",
     "PrototypeTables",
     "ResidualAverage",

@@ -6,6 +6,7 @@ from pfl_lightning.methods import (  # noqa: F401
     cfl,
     cwfedavg,
     cyclic,
+    fedacg,
     fedasync,
     fedawa,
     fedbuff,
@@ -32,6 +33,7 @@ from pfl_lightning.methods.ditto import Ditto
 from pfl_lightning.methods.dp_scaffold import DPScaffold
 from pfl_lightning.methods.ensemble import Ensemble
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
+from pfl_lightning.methods.fedadmm import FedADMM
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedalt import FedALT
 from pfl_lightning.methods.fedamp import CloudProx
@@ -92,6 +94,7 @@ from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
+from pfl_lightning.methods.mifa import MIFA
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
@@ -115,6 +118,7 @@ __all__ = [
     "FML",
     "GPFL",
     "IFCA",
+    "MIFA",
     "MOON",
     "MRMTL",
     "WDR",
@@ -130,6 +134,7 @@ __all__ = [
     "FFALoRA",
     "FLoRA",
     "FeatureAlignment",
+    "FedADMM",
     "FedALA",
     "FedALT",
     "FedAS",

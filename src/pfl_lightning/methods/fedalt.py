@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.feddpa import key, rows_like
@@ -71,6 +72,7 @@ class FedALT(FedIT):
         """Keep the client's own factors too, which also travel."""
         return name not in self.common_names
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Take the other clients' factors; the client's own stay."""
         self.rest.take(payload["rest"].items())

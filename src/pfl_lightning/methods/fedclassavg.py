@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch, ClientSettings, in_classifier
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -114,6 +115,7 @@ class FedClassAvg(FedAvg):
         shared = {"classifier": in_classifier(name), "all": True, "nothing": False}[self.share]
         return super().is_shared(name) and shared
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and copy the received classifier."""
         super().on_download(payload, data)

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pfl_lightning.client import CLASSIFIER, Batch, ClientSettings, in_classifier
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
@@ -101,6 +102,7 @@ class FedCP(FedAvg):
         """Keep the classifier, which also travels."""
         return super().is_personal(name) or (in_classifier(name) and name not in self.common_names)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load everything but the classifier; keep the received classifier beside the client's own."""
         weights = payload["weights"]
@@ -141,6 +143,7 @@ class FedCP(FedAvg):
         """Return the outputs of both classifiers together, without noise."""
         return self.classify(self.net.features(x))
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return feature extractor, policy, and the mean of both classifiers."""
         update = super().upload(data)

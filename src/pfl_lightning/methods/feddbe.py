@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedavg import FedAvg
@@ -74,6 +75,7 @@ class FedDBE(FedAvg):
         # 1 with a consensus, 0 in the round before it: a factor that switches bias and regulariser without a branch
         self.register_buffer("reached", torch.tensor(0.0), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and the consensus if the server has one."""
         super().on_download(payload, data)
@@ -99,6 +101,7 @@ class FedDBE(FedAvg):
         outputs: Tensor = self.net.classifier(self.net.features(x) + self.bias)
         return outputs
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and a report of the mean features; zeros after the first report."""
         return super().upload(data) | {"feature_mean": self.running * (1 - self.reached)}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pfl_lightning.client import Batch, ClientSettings, Phase
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedit import AdapterAverage, FedIT
@@ -103,6 +104,7 @@ class FedDPA(FedIT):
         """Return both adapters as one of twice the rank, once the client has trained its own."""
         return self.both(self.local_weight) if self.local_weight and self.has_own else super().adapter_state()
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the update of the common adapters, and note the training of the client's own."""
         # a client without a batch has trained nothing

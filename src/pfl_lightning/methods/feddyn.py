@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
@@ -63,13 +64,16 @@ class FedDyn(FedAvg):
         self.gradient = Frozen([(name, torch.zeros_like(p)) for name, p in parameters.items()], persistent=True)  # g_k
         self.register_buffer("alpha_k", torch.tensor(float(alpha)), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         r"""Load the model, copy x, and compute :math:`\alpha_k`."""
         super().on_download(payload, data)
         self.received.take(trained_parameters(self, "net").items())
         if data is not None and self.training_follows and self.weighting == "samples":
             # alpha over the client's share of the samples, relative to equal shares
-            self.alpha_k.fill_(self.alpha * float(payload["mean_samples"]) / max(len(data.train), 1))
+            mean = payload["mean_samples"]
+            samples = torch.as_tensor(data.size("train")).to(mean).clamp_min(1)
+            self.alpha_k.copy_(self.alpha * mean / samples)
 
     def adjust_gradients(self, gradients: StateDict) -> StateDict:
         r"""Return the gradients of the regularised loss: :math:`\nabla F_k + \alpha_k (w - x) - g_k`."""
@@ -78,6 +82,7 @@ class FedDyn(FedAvg):
         added = {f"net.{name}": self.alpha_k * (w[name] - x[name]) - g[name] for name in w}
         return {name: gradient + added[name] for name, gradient in gradients.items()}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and update :math:`g_k`."""
         y, x, g = trained_parameters(self, "net"), self.received.tensors(), self.gradient.tensors()

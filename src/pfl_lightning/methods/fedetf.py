@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -128,6 +129,7 @@ class FedETF(FedAvg):
         self.net.classifier = SimplexClassifier(feature_size(self.net), self.num_classes, width, scale)
         self.register_buffer("log_counts", torch.zeros(self.num_classes), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and count the client's classes."""
         super().on_download(payload, data)

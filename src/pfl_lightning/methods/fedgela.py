@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -103,6 +104,7 @@ class FedGELA(FedAvg):
         # kept with the client, whose predictions outside a federation need it
         self.register_buffer("shares", torch.ones(self.num_classes))  # Phi_k
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         r"""Load the model, and compute :math:`\Phi_k` from the client's class counts."""
         super().on_download(payload, data)

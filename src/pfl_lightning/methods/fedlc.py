@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -55,6 +56,7 @@ class FedLC(FedAvg):
         self.tau, self.absent = tau, absent
         self.register_buffer("margins", torch.zeros(self.num_classes), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and compute the margins from the client's class counts."""
         super().on_download(payload, data)

@@ -74,6 +74,7 @@ class FedLESAM(FedAvg):
         there = {name: weight + way * back[name] if name in back else weight for name, weight in w.items()}
         return {"loss": loss_at(self, self.net, there, batch)}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and keep x for the client's next round."""
         self.last.take(self.received.tensors().items())

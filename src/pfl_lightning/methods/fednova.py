@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.fedopt import FedAvgM, MomentumSettings
@@ -76,6 +77,7 @@ class FedNova(FedProx):
             optimizer.step()
         return float(w)
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, :math:`A_k` and the number of steps."""
         lr = self.learning_rate

@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientSettings, Forward
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.fedavg import FedAvg
@@ -69,6 +70,7 @@ class FedRoD(PersonalNet, FedAvg):
         self.make_personal(self.net.classifier)  # h^P
         self.register_buffer("log_prior", torch.zeros(self.num_classes), persistent=False)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and count the client's classes."""
         super().on_download(payload, data)

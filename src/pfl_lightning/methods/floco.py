@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.fedavg import FedAvg
@@ -126,6 +127,7 @@ class FLOCO(FedAvg):
         """Share the net, without the client's point."""
         return super().is_shared(name) and name != f"{self.layer}.centre"
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, and the client's point."""
         super().on_download(payload, data)

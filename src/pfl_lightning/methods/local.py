@@ -1,6 +1,7 @@
 """Local: every client trains on local data alone."""
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.server import Aggregator
@@ -21,9 +22,11 @@ class Local(ClientModule):
         """Share nothing."""
         return False
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load nothing: payloads are empty."""
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return an empty update."""
         return {}

@@ -88,6 +88,7 @@ class PerFCL(FENDA):
         contrast = torch.where(self.has_old, contrast, 0)
         return {"loss": self.joint_loss(personal, shared, target) + contrast, "contrast": contrast}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the update, and keep both trained bodies as the old ones."""
         # a client without a batch has trained nothing to contrast with

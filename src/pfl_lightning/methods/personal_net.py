@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_lightning.client import ClientModule
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.copies import add_copy
@@ -46,6 +47,7 @@ class PersonalNet(ClientModule):
         """Return the adapters of the personal net, or nothing before the first training."""
         return dict(self.personal.named_parameters()) if self.has_personal else {}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the update of the shared net, and note the training."""
         # a client without a batch, such as one with too few samples, has trained nothing

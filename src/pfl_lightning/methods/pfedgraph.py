@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates, weighted_means
@@ -56,6 +57,7 @@ class PFedGraph(FedAvg):
         parameters = trained_parameters(self, "net")
         self.reference = Frozen((name, torch.zeros_like(tensor)) for name, tensor in parameters.items())  # r_i
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the mix of models, and the mix of normalised ones."""
         super().on_download(payload, data)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
@@ -127,6 +128,7 @@ class PFedMe(PersonalNet):
         distance = proximal(net.values(), (kept[name] for name in net))
         return {"loss": loss + self.moreau_lambda * distance}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         r"""Return the client's model :math:`w_i`, with the running statistics of :math:`\theta_i`."""
         if self.steps_done:

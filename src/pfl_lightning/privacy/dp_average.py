@@ -98,7 +98,8 @@ class DPAverage(Aggregator):
             counts all alike, and no client sends its number of samples.
         server_lr: :math:`\eta_s`, above 0.
         noise: ``seeded`` or ``secure``; None is ``secure`` in a deployment, and else ``seeded``.
-        server: FedAvgM, FedAdagrad, FedAdam or FedYogi, or another server with a ``move``; None goes to the noisy mean.
+        server: FedAvgM, FedAdagrad, FedAdam, FedYogi or FedACG, or another server with a ``move``; None goes to the
+            noisy mean.
 
     Raises:
         MisconfigurationException: if a setting is out of range, or two don't go together.
@@ -297,11 +298,17 @@ class DPAverage(Aggregator):
         if self.server is None:
             self.state["weights"] = target
             return
-        # the checkpoint has replaced the state, and the server has none of its own in between
-        self.server.state = {"weights": self.state["weights"], **self.state["server"]}
-        self.server.move(target)
-        self.state["weights"] = self.server.state["weights"]
+        server = self._with_state()
+        server.move(target)
+        self.state["weights"] = server.state["weights"]
         self._keep_server()
+
+    def _with_state(self) -> WeightedAverage:
+        """Return the server behind the noise, with its state."""
+        server = cast(WeightedAverage, self.server)
+        # the checkpoint has replaced the state, and the server has none of its own in between
+        server.state = {"weights": self.state["weights"], **self.state["server"]}
+        return server
 
     def _keep_server(self) -> None:
         """Take the state of the server behind the noise, as checkpoints have this aggregator's own state alone."""
@@ -415,9 +422,15 @@ class DPAverage(Aggregator):
         return {"weights": self.state["weights"]}
 
     def global_model(self) -> StateDict:
-        """Return the global model."""
-        weights: StateDict = self.state["weights"]
-        return weights
+        """Return the global model, by the server behind the noise if there is one."""
+        if self.server is None:
+            weights: StateDict = self.state["weights"]
+            return weights
+        # clients may receive another one, such as one moved ahead
+        server = self._with_state()
+        model = server.global_model()
+        server.state = {}
+        return model
 
 
 def checked_server(server: WeightedAverage | None, server_lr: float) -> WeightedAverage | None:

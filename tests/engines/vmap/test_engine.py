@@ -43,7 +43,7 @@ from pfl_lightning.engines.vmap.dropout import Streams
 from pfl_lightning.engines.vmap.engine import Unvectorisable, Vectorised
 from pfl_lightning.engines.vmap.training import BlockTrainer
 from pfl_lightning.messages import detached, keep_own, tensors
-from pfl_lightning.methods import WDR, FedFomo, FedPer, FedProx, KNNPer, Local, PerFedAvg
+from pfl_lightning.methods import WDR, Ditto, FedFomo, FedPer, FedProx, FedRoD, KNNPer, Local, PerFedAvg
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 from sweeps import swept
@@ -653,6 +653,19 @@ def test_clients_are_scored_at_once_as_one_by_one(monkeypatch, method, net, size
     monkeypatch.setattr(Sequential, "evaluate", lambda self, job: alone.append(job.client))
     same_values(evaluated(model, Vectorised, clients, block_size=size), expected)
     assert not alone
+
+
+@pytest.mark.parametrize("method", [Ditto, FedRoD])
+def test_clients_with_and_without_a_personal_net_are_scored_in_groups(monkeypatch, method):
+    run = partial(fit, data=blobs(*RAGGED, val_fraction=0.2), clients_per_round=2, max_rounds=2)
+    expected = run(make_client(method))
+    alone, evaluate = [], Sequential.evaluate
+    monkeypatch.setattr(Sequential, "evaluate", lambda self, job: alone.append(job.client) or evaluate(self, job))
+    found = run(make_client(method), engine="vectorised")
+    has = [bool(found.federation.job(client).state.personal.get("has_personal")) for client in range(len(RAGGED))]
+    assert len(set(has)) == 2 and not alone
+    for one, other in zip(found.rows, expected.rows, strict=True):
+        assert one["val/loss"] == pytest.approx(other["val/loss"], rel=1e-5) and one["val/acc"] == other["val/acc"]
 
 
 @pytest.mark.parametrize(

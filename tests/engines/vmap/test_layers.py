@@ -104,3 +104,26 @@ def test_gradients_of_cross_entropy_s_gradients_are_refused():
     losses = vmap(layers.cross_entropy)(logits, torch.zeros(CLIENTS, N, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="gradients of the gradients"):
         torch.autograd.grad(losses.sum(), logits, create_graph=True)
+
+
+@pytest.mark.parametrize("log_target", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean", "size_average=False"])
+def test_kl_divergence_is_torch_s_without_a_loop_over_clients(reduction, log_target):
+    torch.manual_seed(0)
+    known, z = torch.randn(2, CLIENTS, N, OUT, dtype=torch.float64)
+    known = known.log_softmax(-1) if log_target else known.softmax(-1).mul(torch.tensor([1.0, 0.0]))
+    settings = {"size_average": False} if "=" in reduction else {"reduction": reduction}
+    wanted = [F.kl_div(a.log_softmax(1), b, log_target=log_target, **settings) for a, b in zip(z, known, strict=True)]
+    z.requires_grad_()
+    with layers.Layers():
+        found = vmap(lambda a, b: F.kl_div(a.log_softmax(1), b, log_target=log_target, **settings))(z, known)
+    torch.testing.assert_close(found, torch.stack(wanted))
+    (gradient,) = torch.autograd.grad(found.sum(), z)
+    (expected,) = torch.autograd.grad(
+        sum(
+            F.kl_div(a.log_softmax(1), b, log_target=log_target, **settings).sum()
+            for a, b in zip(z, known, strict=True)
+        ),
+        z,
+    )
+    torch.testing.assert_close(gradient, expected)

@@ -89,7 +89,12 @@ class BlockEvaluator:
             # Evaluate each client alone instead: an error in the module's own code is raised there, with its own
             # traceback.
             self.usable = False
-            rank_zero_info(f"clients are evaluated one by one from now on: {reason_of(error)}.")
+            reason = reason_of(error)
+            if isinstance(error, AttributeError) and error.name in self.module.caches:
+                reason = (
+                    f"its forward pass reads {type(self.module).__name__}.{error.name}, which differs between clients"
+                )
+            rank_zero_info(f"clients are evaluated one by one from now on: {reason}.")
             return None
         return Evaluated(clients, results)
 
@@ -100,7 +105,11 @@ class BlockEvaluator:
         if not any(sizes):
             return []
         at_once = rows_at_once(self.module.task, next(of_one.y for of_one in samples if len(of_one)))
-        groups = rows_alike(sizes, CLIENTS * at_once)
+        groups = [
+            rows
+            for chosen in rows_of_one_course(entries, len(samples))
+            for rows in rows_alike([size * (row in chosen) for row, size in enumerate(sizes)], CLIENTS * at_once)
+        ]
         return [*chain.from_iterable(self._measure_rows(rows, samples, entries, at_once, scales) for rows in groups)]
 
     def _measure_rows(
@@ -137,8 +146,12 @@ class BlockEvaluator:
         """Return outputs ``[clients, n, ...]`` of inputs ``[clients, n, ...]``."""
         if self.merged.parts and EVALUATION not in self.merged.checked:
             self._check_merged(entries, x)
+        # flags are the same for all rows, so that a forward pass may choose by them
+        rows = {name: None if is_flag(stack) else 0 for name, stack in entries.items()}
+        given = {name: stack if rows[name] == 0 else stack[0] for name, stack in entries.items()}
         with Layers() as layers, self.merged.at_once(layers):
-            outputs: Tensor = vmap(lambda e, x: self.attributes.slots.call(self.module.forward, e, x))(entries, x)
+            run = vmap(lambda e, x: self.attributes.slots.call(self.module.forward, e, x), in_dims=(rows, 0))
+            outputs: Tensor = run(given, x)
         return outputs
 
     def _check_merged(self, entries: StateDict, x: Tree) -> None:
@@ -160,6 +173,28 @@ class BlockEvaluator:
         # The last digit of bfloat16 is about a hundredth of a value.
         if bool((outputs.double() - exact).norm() > 0.1 * exact.norm()):
             self.merged.refuse("its net gives other outputs for all clients' samples as one batch")
+
+
+def is_flag(stack: Tensor) -> bool:
+    """Return whether a stack has one truth value per client, such as ``has_personal`` of `PersonalNet`."""
+    return stack.dtype == torch.bool and stack.dim() == 1
+
+
+def rows_of_one_course(entries: StateDict, clients: int) -> list[set[int]]:
+    """Return groups of rows with equal flags, as a forward pass may take another course by each.
+
+    >>> rows_of_one_course({"trained": torch.tensor([True, False, True]), "w": torch.ones(3, 2)}, 3)
+    [{0, 2}, {1}]
+
+    Args:
+        entries: parameters and buffers, a row per client.
+        clients: the number of rows.
+    """
+    flags = [stack.tolist() for stack in entries.values() if is_flag(stack)]
+    groups: dict[tuple[bool, ...], set[int]] = {}
+    for row in range(clients):
+        groups.setdefault(tuple(flag[row] for flag in flags), set()).add(row)
+    return [*groups.values()]
 
 
 def rows_alike(sizes: list[int], limit: int) -> Iterator[list[int]]:

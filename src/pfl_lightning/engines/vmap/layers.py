@@ -52,7 +52,9 @@ class Layers(TorchFunctionMode):
             logits, target = args
             return cross_entropy(logits, target, self.weights)
         if self.weights is not None and func in MEANS:
-            return MEANS[func](self.weights, func, args, kwargs or {})
+            return MEANS[func](self.weights, kl_div if func is F.kl_div else func, args, kwargs or {})
+        if func is F.kl_div:
+            return kl_div(*args, **(kwargs or {}))
         if func in CONVOLUTIONS:
             return convolution(func, *args, **(kwargs or {}))
         if func in CELLS and not self.clients:
@@ -121,6 +123,29 @@ def cross_entropy(input: Tensor, target: Tensor, weights: Tensor | None = None) 
     # Targets shared by all clients have no stack; this plain form works under vmap as it is.
     log_p = input.log_softmax(1).gather(1, target[:, None])
     return log_p.sum() / -len(target) if weights is None else weighted_sum(weights, -log_p.flatten(1).mean(1))
+
+
+def kl_div(
+    input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False, **retired: bool | None
+) -> Tensor:
+    """Compute ``torch.nn.functional.kl_div``, for which ``vmap`` has no rule but a loop over clients.
+
+    Args:
+        input: logarithms of probabilities ``[n, ...]``.
+        target: probabilities of the same shape.
+        reduction: ``mean``, ``batchmean``, ``sum`` or ``none``.
+        log_target: whether the target has logarithms too.
+        **retired: torch's older arguments for the reduction.
+    """
+    if any(value is not None for value in retired.values()):
+        return F.kl_div(input, target, reduction=reduction, log_target=log_target, **retired)
+    # 0 log 0 is 0
+    errors = target.exp() * (target - input) if log_target else torch.xlogy(target, target) - target * input
+    if reduction == "none":
+        return errors
+    if reduction == "mean":
+        return errors.mean()
+    return errors.sum() / input.shape[0] if reduction == "batchmean" else errors.sum()
 
 
 def weighted_loss(weights: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Mapping[str, Any]) -> Tensor:
