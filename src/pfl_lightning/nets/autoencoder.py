@@ -17,7 +17,7 @@ class Autoencoder(Net):
     way back, by enlargements to the sizes of the encoder, each with a convolution.
 
     >>> sum(p.numel() for p in Autoencoder((1, 28, 28), 1).parameters())
-    112241
+    111521
 
     Args:
         input_shape: ``(channels, height, width)`` of an image, or ``(channels, depth, height, width)`` of a volume; at

@@ -31,7 +31,7 @@ class UNet(Net):
     >>> sum(p.numel() for p in UNet((1, 32, 32), 3).parameters())
     118339
     >>> sum(p.numel() for p in UNet((1, 16, 32, 32), 3).parameters())
-    349539
+    353635
 
     Args:
         input_shape: ``(channels, height, width)`` of an image, or ``(channels, depth, height, width)`` of a volume; at
