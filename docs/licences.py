@@ -77,10 +77,12 @@ def installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def licences(package: Distribution) -> set[str]:
-    """Return the licences of a package by its metadata: its expression, else classifiers, else its text."""
+    """Return the licences of a package by its metadata: its expression, else classifiers, text or files."""
     data = package.metadata
     classified = [each for each in data.get_all("Classifier") or [] if each.startswith("License ::")]
-    for text in (data.get("License-Expression"), " ".join(classified), data.get("License")):
+    # the heads alone, as whole licences name others
+    files = [str(package.read_text(f"licenses/{name}"))[:300] for name in data.get_all("License-File") or []]
+    for text in (data.get("License-Expression"), " ".join(classified), data.get("License"), *files):
         found = {kind for kind, words in KINDS.items() if text and re.search(words, text, re.IGNORECASE)}
         if found:
             return found

@@ -228,7 +228,11 @@ def on_task(method: Method, task: str) -> str:
             # these are points in a plane: the row of a method of images alone is written by hand
             if not without and task == "Classification":
                 raise
-            said = {"features": "needs vectors", "each single sample": "needs samples"}
+            said = {
+                "features": "needs vectors",
+                "each single sample": "needs samples",
+                "linear layers with": "needs a linear output",
+            }
             return without or next((word for part, word in said.items() if part in str(refusal)), "needs classes")
     return "yes"
 

@@ -14,8 +14,17 @@ from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.client import ClientModule
 from pfl_lightning.data import IID, FederatedDataModule
 from pfl_lightning.methods.registry import Method
-from pfl_lightning.nets import Net
-from pfl_lightning.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Survival, Task
+from pfl_lightning.nets import Autoencoder, Net
+from pfl_lightning.tasks import (
+    Classification,
+    MultiLabel,
+    NextToken,
+    Reconstruction,
+    Regression,
+    Segmentation,
+    Survival,
+    Task,
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,7 @@ def kinds() -> dict[str, Kind]:
     net = partial(flat, 8)
     # earlier for a larger first input; a third is censored, and some share a time
     times = torch.stack([(3 - x[:, 0]).clamp(min=0.1).round(decimals=1), (torch.arange(160) % 3 > 0).float()], 1)
+    stripes = (drawn(80, 1, 6, 1) + drawn(80, 1, 1, 6, seed=1)).tanh()
     return {
         "Classification": Kind(Classification(3), x, x[:, :3].argmax(1), net),
         "Regression": Kind(Regression(), x, x[:, :1] * 2 + x[:, 1:2] ** 2, net, 0.05),
@@ -98,6 +108,8 @@ def kinds() -> dict[str, Kind]:
         "Segmentation": Kind(Segmentation(3), images, masks, pixelwise),
         "NextToken": Kind(NextToken(7), texts, following, positionwise),
         "Survival": Kind(Survival(), x, times, net),
+        # stripes of a random direction, so that few numbers tell a whole image
+        "Reconstruction": Kind(Reconstruction(), stripes, stripes, partial(Autoencoder, width=4, code=5, levels=1)),
     }
 
 

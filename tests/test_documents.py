@@ -289,10 +289,19 @@ def small(line: str) -> str:
 
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda path: path.stem)
-@pytest.mark.by_default(but=["by_site", "forecast", "sweep", "log", "table", "image_folders", "chat"])
+@pytest.mark.by_default(
+    but=["by_site", "forecast", "sweep", "log", "table", "image_folders", "chat", "volumes", "autoencoder", "detection"]
+)
 def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Its Python and its commands, in their order and in one folder."""
-    optional = {"wandb": "wandb", "TensorBoard": "tensorboard", "pandas": "pandas", "peft": "peft", "optuna": "optuna"}
+    optional = {
+        "wandb": "wandb",
+        "TensorBoard": "tensorboard",
+        "pandas": "pandas",
+        "peft": "peft",
+        "optuna": "optuna",
+        "faster_coco_eval": "faster_coco_eval",
+    }
     for name, package in optional.items():
         if name in page.read_text():
             pytest.importorskip(package, reason=f"needs {package}")

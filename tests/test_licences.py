@@ -39,6 +39,9 @@ def test_metadata_are_read_as_packages_write_them(licences):
     assert licences.licences(package(License="GNU Lesser General Public License")) == {"GPL"}
     assert licences.licences(package(License="LGPLv3+")) == {"GPL"}
     assert licences.licences(package(License="UNKNOWN")) == set()
+    bare = package(License_File="LICENSE")
+    bare.read_text = {"licenses/LICENSE": "Apache License, Version 2.0".ljust(400) + "GPL"}.get
+    assert licences.licences(bare) == {"Apache-2.0"}
 
 
 def test_the_table_has_each_dependency_with_its_licence(licences):

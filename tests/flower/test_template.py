@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
+from pfl_lightning.flower.sketch import Sketch
 from pfl_lightning.flower.template import Refused, Spec, check, check_counts, check_finite, check_norm
+from pfl_lightning.tasks import Segmentation
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,11 @@ def test_counts_are_those_of_the_start():
     for counts in ([8, 0, -1], [3, 0, 5]):
         with pytest.raises(Refused, match="class_counts"):
             check_counts(update | {"class_counts": torch.tensor(counts)}, 7)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (2, 3, 4, 5)])
+def test_sketches_of_masks_have_a_class_for_each_pixel(shape):
+    task = Segmentation(3)
+    (samples,) = Sketch(task, shape).parts([0], "train")
+    task.check(samples.y, "sketch")
+    assert samples.x.shape == (6, *shape) and samples.y.shape == (6, *shape[1:])

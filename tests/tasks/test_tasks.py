@@ -42,7 +42,7 @@ from tasks_and_data import Kind, OfKind, client_of, drawn, kinds, labels
 
 TASKS = [
     *(Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)),
-    *(Survival(), Poisson(2), Quantile(2, (0.05, 0.5))),
+    *(Survival(), Poisson(2), Quantile(2, (0.05, 0.5)), Segmentation(3, metrics=["dice", "dice_1"])),
 ]
 
 
@@ -159,6 +159,33 @@ def test_intersection_over_union_by_hand():
     assert values["pixel_acc"] == pytest.approx(3 / 4)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 3, 5, 4)])
+def test_dice_is_the_f1_of_each_class(shape):
+    y, outputs = labels(*shape, classes=4), drawn(shape[0], 4, *shape[1:])
+    y[y == 3] = 255
+    outputs[:, 3] = -9
+    task = Segmentation(4, 255, metrics=("dice", "dice_0", "dice_1", "dice_2", "dice_3"))
+    values = measured(task.configure_metrics(), outputs, y)
+    counted = y != 255
+    expected = f1_score(y[counted], outputs.argmax(1)[counted], average=None, labels=[0, 1, 2])
+    assert [values[f"dice_{k}"] for k in range(3)] == pytest.approx(expected, rel=1e-5)
+    # class 3 neither occurs nor is predicted, and class 0 is the background
+    assert math.isnan(values["dice_3"])
+    assert values["dice"] == pytest.approx((expected[1] + expected[2]) / 2, rel=1e-5)
+    assert task.monitor == "dice" and set(task.pooled()) == set(values)
+
+
+@pytest.mark.parametrize("metrics", [(), ("dice", "dice"), ("dice_3",), ("acc",)])
+def test_unknown_metrics_of_pixels_are_refused(metrics):
+    with pytest.raises(MisconfigurationException, match=r"^task\.metrics=.* different names among miou, .* dice_2\."):
+        Segmentation(3, metrics=metrics)
+
+
+def test_volumes_without_a_channel_are_named():
+    with pytest.raises(MisconfigurationException, match="with a dimension too few; give inputs a dimension of channel"):
+        Segmentation(2).check_outputs(torch.zeros(3, 2, 8, 8), torch.zeros(3, 4, 8, 8).long(), "UNet")
+
+
 def test_perplexity_by_hand():
     y = torch.tensor([[1, 2, -100]])
     outputs = torch.zeros(1, 3, 7)
@@ -181,6 +208,7 @@ def test_perplexity_by_hand():
         (MultiLabel(3), torch.tensor([[0, 1]]), "takes 3 zeros and ones a sample"),
         (Segmentation(3), torch.tensor([1, 2]), r"of shape \[samples, height, width\]"),
         (Segmentation(3), torch.full((1, 2, 2), 3), "from 3 to 3; .* and -100 "),
+        (Segmentation(3), torch.zeros(1, 1, 2, 2, 2).long(), r"or \[samples, depth, height, width\] of volumes"),
         (NextToken(7), torch.tensor([[7, -100]]), "from 7 to 7; .* allows 0 to 6"),
         (NextToken(7), {"a": torch.zeros(3)}, "targets that are a dict"),
         (Regression(), [torch.zeros(3)], "targets that are a list"),
@@ -344,6 +372,7 @@ def shared(values):
         (Poisson(), (4, 1), torch.exp),
         (MultiLabel(3), (4, 3), torch.sigmoid),
         (Segmentation(3), (4, 3, 2, 2), partial(torch.softmax, dim=-3)),
+        (Segmentation(3), (4, 3, 2, 2, 2), partial(torch.softmax, dim=-4)),
         (NextToken(5), (4, 6, 5), partial(torch.softmax, dim=-1)),
         (Survival(), (4, 1), lambda o: o),
         # survival at the end of each bin
@@ -364,6 +393,7 @@ def test_the_mean_of_models_is_of_what_outputs_predict(task, shape, prediction):
     [
         (Classification(3), (4, 3), (4,), lambda p: p.sum(1)),
         (Segmentation(3), (4, 3, 2, 2), (4, 2, 2), lambda p: p.sum(1)),
+        (Segmentation(3), (4, 3, 2, 2, 2), (4, 2, 2, 2), lambda p: p.sum(1)),
         (NextToken(5), (4, 6, 5), (4, 6), lambda p: p.sum(2)),
         (MultiLabel(3), (4, 3), (4, 3), None),
     ],

@@ -205,11 +205,12 @@ class Leaks(Attributes):
     def __init__(self, module: ClientModule) -> None:
         self.module = module
         self.method = type(module).__name__
-        # torch's own layers store no client data in attributes, and metrics of a net are reset after each client.
+        # torch's own layers store no client data in attributes, TorchVision's detection layers keep scales that follow
+        # from the net, and metrics of a net are reset after each client.
         owners = {
             f"{self.method}.{path}".rstrip("."): m
             for path, m in module.named_modules()
-            if not type(m).__module__.startswith(("torch.", "torchmetrics."))
+            if not type(m).__module__.startswith(("torch.", "torchvision.", "torchmetrics."))
         }
         # A net may hold a wrapper of its own layers, such as a PeftModel, and under vmap these have other tensors.
         super().__init__(owners, ENGINES_OWN, self._is_entry, set(module.modules()))

@@ -183,7 +183,7 @@ class Together:
         if isinstance(first, Streamed):
             # left in the pool, as one client's would be
             rows = torch.cat([cast(Streamed, part).rows for part in parts])
-            whole: Samples = Streamed(first.pool, rows, first.transform, first.device, first.dtype)
+            whole: Samples = Streamed(first.pool, rows, first.transform, first.device, first.dtype, first.reconstructs)
         else:
             whole = parts.whole if isinstance(parts, Parts) else Samples.joined(parts)
         return [whole for _ in clients]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypedDict, cast
 
@@ -35,7 +36,7 @@ from pfl_lightning.data.input_drift import InputDrift, changed
 from pfl_lightning.data.partitioners import Dirichlet, Partitioner
 from pfl_lightning.data.preparation import as_loaded, prepared, public_samples
 from pfl_lightning.data.preprocessing import FittedOn
-from pfl_lightning.data.samples import Loaded, Parts, Samples, Split
+from pfl_lightning.data.samples import Loaded, Parts, Samples, Split, ready
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.target_scale import TargetScale
 from pfl_lightning.data.trees import Tree, take
@@ -479,7 +480,8 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def _like(self) -> Tree:
         """Return a tree of empty tensors with the shape and type of the pool's inputs."""
-        first = take(self._ready().samples.x, slice(0, 1))
+        # of the samples and not of their inputs, as items read on access may be trees
+        first = self._ready().samples.take(slice(0, 1)).x
         return tree_map(lambda leaf: torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype), first)
 
     def setup(self, stage: str | None = None) -> None:
@@ -572,7 +574,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         samples = self.server_samples()
         # public samples need the transform of the data set from which they come
         source = self if self.public is None else self.public
-        return None if samples is None else Samples(source.transform(samples.x), samples.y)
+        return None if samples is None else ready(samples, source.transform, self.task.reconstructs)
 
     def central_data(self) -> Samples | None:
         """Return the test samples of the server's model, transformed, or None."""
@@ -604,7 +606,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         # the positions alone: a client larger than memory must never be gathered as a whole
         if not self.resident:
             return [
-                Streamed(self._ready().samples, each, self._transform_of(client), device)
+                Streamed(self._ready().samples, each, self._transform_of(client), device, None, self.task.reconstructs)
                 for client, each in zip(clients, rows, strict=True)
             ]
         # one gather and one transform for all clients, in place of two calls for each client
@@ -614,7 +616,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         changes = [self._changes_of(client) for client in clients]
         if not any(changes):
             return parts
-        own = [Samples(changed(part.x, each), part.y) for part, each in zip(parts, changes, strict=True)]
+        own = [
+            ready(part, partial(changed, changes=each), self.task.reconstructs)
+            for part, each in zip(parts, changes, strict=True)
+        ]
         return Parts(Samples.joined(own), parts.sizes)
 
     def _changes_of(self, client: int) -> list[tuple[InputDrift, float]]:
@@ -630,7 +635,7 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def _gather(self, rows: Tensor, device: torch.device | str = "cpu") -> Samples:
         samples = self._ready().on(torch.device(device)).take(rows)
-        return Samples(self.transform(samples.x), samples.y)
+        return ready(samples, self.transform, self.task.reconstructs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the client ids unchanged; Lightning would search each id for tensors.

@@ -1,6 +1,6 @@
 """Samples with targets: of one client, or of several clients in one stack."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, overload
@@ -33,6 +33,11 @@ class Samples:
 
     def __len__(self) -> int:
         return rows_in(self.y)
+
+    @property
+    def at_once(self) -> int | None:
+        """Return the largest number of samples of a chunk, whatever is asked for; None for any number."""
+        return None
 
     def take(self, rows: Tensor | slice) -> "Samples":
         """Return the samples at some positions.
@@ -85,6 +90,18 @@ class Samples:
         y = tree_map(lambda t: t.to(device), self.y)
         # itself where nothing moves, as in most rounds
         return self if x is self.x and y is self.y else Samples(x, y)
+
+
+def ready(samples: Samples, transform: Callable[[Tree], Tree], reconstructs: bool = False) -> Samples:
+    """Return samples with transformed inputs, which may be the targets too.
+
+    Args:
+        samples: samples of the pool.
+        transform: makes inputs ready for the net.
+        reconstructs: whether inputs are the targets, as for `Task.reconstructs`.
+    """
+    x = transform(samples.x)
+    return Samples(x, x if reconstructs else samples.y)
 
 
 class Parts(Sequence[Samples]):

@@ -21,6 +21,7 @@ from pfl_lightning.engines import ClientState, Engine, Job, LocalWork, Sequentia
 from pfl_lightning.engines.evaluation import OUTPUTS
 from pfl_lightning.federation.checkpoint import saved_job
 from pfl_lightning.federation.evaluation import undisturbed
+from pfl_lightning.nets.item_lists import holds_items
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Task
 
@@ -48,6 +49,7 @@ class Predictions:
         class_names: names of the classes by number; empty if classes have numbers alone.
         labels: further columns of the table by name, such as the time after which a forecast begins, from
             `FederatedDataModule.prediction_labels`.
+        errors: error of each row ``[n]``, from `Task.row_errors`, such as of a reconstruction; None for other tasks.
     """
 
     outputs: Tensor
@@ -56,6 +58,7 @@ class Predictions:
     values: Tensor | None = None
     class_names: list[str] = field(default_factory=list)
     labels: dict[str, list[Any]] = field(default_factory=dict)
+    errors: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -64,12 +67,14 @@ class Predictions:
         """Return a table as columns by name, for a data frame or a CSV file.
 
         ``prediction`` has the class, by its name where classes have names, and ``p_CLASS`` a class's probability; a
-        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities. The ``labels``
-        come first.
+        regression has ``prediction``, or ``prediction_0``, ``prediction_1``, … for several quantities. A reconstruction
+        has ``error``, of the row, alone. The ``labels`` come first.
 
         Raises:
             MisconfigurationException: if each row has predictions at several positions, such as an image's pixels.
         """
+        if self.errors is not None:
+            return self.labels | {"error": self.errors.tolist()}
         table = self.outputs if self.values is None else self.values
         if table.dim() > 2 or (self.classes is not None and self.probabilities is not None and table.dim() != 2):
             raise MisconfigurationException(
@@ -220,7 +225,7 @@ def predicted(
         labels: further columns of the predictions' table.
 
     Raises:
-        MisconfigurationException: if the client has no test split.
+        MisconfigurationException: if the client has no test split, or batches are lists of items.
     """
     engine, module, job = recipe.engine, recipe.engine.module, recipe.job
     with undisturbed():
@@ -239,10 +244,23 @@ def predicted(
             return outputs if scale is None else scale.undone(outputs)
 
         first, _ = next(held.chunks(1))
+        if holds_items(first):
+            raise MisconfigurationException(
+                f"model.net={type(module.net).__name__} takes lists of items, and predictions are a tensor with a row "
+                "for each sample; call the net of trainer.client(NAME) with a list of your own."
+            )
         size = max(1, min(CHUNK, OUTPUTS // max(1, forward(first).numel())))
-        whole = torch.cat([forward(part) for part, _ in held.chunks(size)])
+        found, errors = [], []
+        for part, _ in held.chunks(size):
+            outputs = forward(part)
+            found.append(outputs)
+            # here and not at the end: inputs may be larger than memory
+            errors.append(module.task.row_errors(outputs, part))
+        whole = torch.cat(found)
+        of_rows = None if errors[0] is None else torch.cat(cast(list[Tensor], errors))
     named = {name: list(values) for name, values in labels.items()}
-    return Predictions(whole, **module.task.predictions(whole), class_names=list(class_names), labels=named)
+    made = module.task.predictions(whole)
+    return Predictions(whole, **made, errors=of_rows, class_names=list(class_names), labels=named)
 
 
 def with_tests(clients: list[int], data: FederatedDataModule) -> list[int]:

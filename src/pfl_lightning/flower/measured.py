@@ -52,13 +52,14 @@ class Measured:
         """Return the range of each metric by name, found by computing the metrics of a few made-up outputs."""
         # a metric with several values, such as one per class, names the values only when computed
         task = self.module.task
-        # the smallest inputs of each kind: two tokens, or one channel of 2 x 2 pixels
-        shape = {NextToken: (2,), Preference: (2, 2)}.get(type(task), (1, 2, 2))
+        # the smallest inputs of each kind: two tokens, or 2 x 2 pixels
+        channels = task.outputs if task.reconstructs else 1
+        shape = {NextToken: (2,), Preference: (2, 2)}.get(type(task), (channels, 2, 2))
         target = Sketch(task, shape).parts([0], "val")[0].take(slice(2)).y
         by_position = isinstance(task, (NextToken, Preference))
         first = next(tensors(target))
         sizes = first.shape if by_position else first.shape[:1]
-        places = first.shape[1:] if isinstance(task, Segmentation) else ()
+        places = first.shape[-2:] if isinstance(task, Segmentation) or task.reconstructs else ()
         ranges: dict[str, Range] = {}
         try:
             with warnings.catch_warnings():

@@ -42,7 +42,9 @@ class Sketch:
             x = y[:, None, None].expand(n, *self.shape)
             return [Samples(x, {"tokens": x, "reference": torch.zeros(n, 2)}).to(device) for _ in clients]
         elif isinstance(self.task, Segmentation):
-            y = y[:, None, None].expand(n, *self.shape[1:])
+            y = y.view(n, *[1] * len(self.shape[1:])).expand(n, *self.shape[1:])
+        elif self.task.reconstructs:
+            y = x
         elif not self.task.has_classes:
             # as many columns as targets have, which outputs outnumber where a target has several
             columns = 2 if isinstance(self.task, Survival) else getattr(self.task, "quantities", self.task.outputs)

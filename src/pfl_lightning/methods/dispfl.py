@@ -1,4 +1,4 @@
-r"""Dis-PFL: sparse personal models, whose entries clients on a graph average where their masks meet.
+r"""Dis-PFL: sparse personal models, averaged by neighbours on a graph where masks meet.
 
 Source: Dai et al., 2022 (https://arxiv.org/abs/2206.00187). Symbols: w_k is the model of client k, m_k the client's
 mask, which is 1 at its active entries, and N_k the client's neighbours.
@@ -27,7 +27,7 @@ from pfl_lightning.settings import Unpack, check_choices
 
 
 class DisPFL(FedAvg):
-    r"""Trains the active entries of a sparse model, sends these alone, and then replaces the smallest by others.
+    r"""Trains and sends the active entries of a sparse model, and then replaces the smallest ones.
 
     A client draws its mask when it first trains; before, it has the whole common initial model. All other entries are
     0 in training and predictions. After training it sends its entries with its mask, a bit for each. Then in each
@@ -153,7 +153,7 @@ class DisPFL(FedAvg):
 
 
 class IntersectionAverage(GraphAggregator):
-    r"""Averages each entry over the client itself and those of its neighbours that have it active.
+    r"""Averages each entry over the client and all neighbours with an active entry.
 
     .. math:: w_k \leftarrow \frac{\sum_{j \in N_k \cup \{k\}} m_j \odot w_j}{\sum_{j \in N_k \cup \{k\}} m_j}
 
@@ -240,7 +240,7 @@ def active_counts(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict
 
 
 def replaced(mask: Tensor, size: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return a mask with as many active entries, of which some are others.
+    """Return a mask with as many active entries, some of them new.
 
     >>> mask = torch.tensor([True, True, False, False])
     >>> replaced(mask, torch.tensor([3.0, 1.0, 0.0, 0.0]), torch.tensor([9.0, 2.0, 1.0, 5.0]), 1)

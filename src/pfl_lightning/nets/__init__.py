@@ -3,6 +3,7 @@
 from pfl_lightning.nets.adapted import Adapted
 from pfl_lightning.nets.alexnet import AlexNet
 from pfl_lightning.nets.any_module import cut_net
+from pfl_lightning.nets.autoencoder import Autoencoder
 from pfl_lightning.nets.base import Head, Net, NetFactory, feature_size, find_output_layer
 from pfl_lightning.nets.causal_lm import CausalLM
 from pfl_lightning.nets.char_gru import CharGRU
@@ -18,6 +19,7 @@ from pfl_lightning.nets.shared_features import (
     ShuffleNetV2Features,
 )
 from pfl_lightning.nets.transformer import Transformer
+from pfl_lightning.nets.unet import UNet
 
 __all__ = [
     "CNN",
@@ -25,6 +27,7 @@ __all__ = [
     "Adapted",
     "AlexNet",
     "AlexNetFeatures",
+    "Autoencoder",
     "CausalLM",
     "CharGRU",
     "CifarResNet",
@@ -41,6 +44,7 @@ __all__ = [
     "ShuffleNetV2Features",
     "SmallCNN",
     "Transformer",
+    "UNet",
     "cut_net",
     "feature_size",
     "find_output_layer",

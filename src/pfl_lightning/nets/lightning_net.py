@@ -1,14 +1,17 @@
 """LightningModules with a training step, metrics or an optimizer of their own, as networks of clients."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.func import functional_call
 from torchmetrics import Metric
@@ -16,6 +19,7 @@ from torchmetrics import Metric
 from pfl_lightning.internals.of_lightning import attached
 from pfl_lightning.nets.base import Net
 from pfl_lightning.nets.inputs import called, candidates, logits_of, way_of
+from pfl_lightning.nets.item_lists import unpacked
 from pfl_lightning.nets.modes import kept_modes
 
 TRAINING = ("training_step", "configure_optimizers")
@@ -262,6 +266,7 @@ class Measurement:
         self.split, self.place = split, place
         self.logged = Logged(keeps_metrics=True)
         self.losses: list[tuple[int, Tensor]] = []
+        self.has_loss = True
         self._body: Body | None = None
 
     def add(self, deferred: Deferred, target: Any, rows: int, batch_idx: int) -> None:
@@ -287,9 +292,34 @@ class Measurement:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor) and not any(own_name(name) == "loss" for name in self.logged.values):
             # the training step's loss in evaluation mode, where nothing else says what it is
-            loss = deferred.loss(target, self.place, batch_idx, resets=False)[0]
+            loss = self._loss_of_training(deferred, target, batch_idx, bool(step))
         if isinstance(loss, Tensor) and not loss.dim():
             self.losses.append((rows, loss.detach()))
+
+    def _loss_of_training(self, deferred: Deferred, target: Any, batch_idx: int, measures: bool) -> Tensor | None:
+        """Return the training step's loss in evaluation mode; None if the module has none in this mode.
+
+        Args:
+            deferred: as for `add`.
+            target: as for `add`.
+            batch_idx: as for `add`.
+            measures: whether the module has an evaluation step, so that its values are known without a loss.
+        """
+        if not self.has_loss:
+            return None
+        try:
+            return deferred.loss(target, self.place, batch_idx, resets=False)[0]
+        except Exception as error:
+            if not measures:
+                raise
+            # TorchVision's detection models give losses in training mode, and predictions in evaluation mode
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            tell(
+                f"{deferred.body.name}.training_step gives no loss in evaluation mode ({reason}), so that evaluations "
+                "have none; log val_loss for one."
+            )
+            self.has_loss = False
+            return None
 
     def values(self) -> dict[str, float]:
         """Return the values by name, without the prefixes of splits, including ``loss``.
@@ -304,11 +334,14 @@ class Measurement:
         if "loss" not in found and self.losses:
             found["loss"] = weighted(self.losses)
         for name, value in found.items():
-            if value.numel() != 1:
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"as a {type(value).__name__}"
                 raise MisconfigurationException(
-                    f"{body.name} logs {name} of shape {list(value.shape)} in evaluations; log one number by each name."
+                    f"{body.name} logs {name} {what} in evaluations; log one number by each name, of a metric with "
+                    "several in on_validation_epoch_end."
                 )
-        return {name: float(value) for name, value in found.items()}
+        values = {name: float(value) for name, value in found.items()}
+        return values if self.has_loss else {"loss": math.nan} | values
 
     def _hook(self, hook: str) -> None:
         """Call a hook of the module around an evaluation, if overridden."""
@@ -316,6 +349,16 @@ class Measurement:
         if body.has(hook):
             with body.whole(self._output) as module, attached(module, self.place, self.logged.log):
                 getattr(module, hook)()
+
+
+@cache
+def tell(sentence: str) -> None:
+    """Write a sentence to the log, once in a process, as evaluations of all clients come to the same.
+
+    Args:
+        sentence: the sentence.
+    """
+    rank_zero_info(sentence)
 
 
 def hooks_of(body: "Body", split: str) -> tuple[str, str]:
@@ -349,7 +392,7 @@ def weighted(pairs: list[tuple[int, Tensor]]) -> Tensor:
         pairs: rows and value of each batch.
     """
     total = sum(rows for rows, _ in pairs)
-    return pairs[0][1] if len(pairs) == 1 else torch.stack([rows / total * value for rows, value in pairs]).sum()
+    return pairs[0][1] if len(pairs) == 1 else torch.stack([rows / total * value for rows, value in pairs]).sum(0)
 
 
 class Body(nn.Module):
@@ -509,6 +552,7 @@ class LightningNet(Net):
         body = self.features
         if body.place is not None:
             return self.classifier(body(x))
+        x = unpacked(x)
         with body.whole(self.classifier) as module:
             # forward may take a part of such a batch
             if not isinstance(x, Tensor) and body.has("predict_step"):
@@ -542,7 +586,7 @@ def own_batch(x: Any, target: Any) -> Any:
         target: targets; those without a number, of shape [n, 0], stand for none.
     """
     none = isinstance(target, Tensor) and target.dim() == 2 and not target.shape[1]
-    return x if none else (x, target)
+    return unpacked(x if none else (x, target))
 
 
 def overrides(module: LightningModule, hook: str) -> bool:

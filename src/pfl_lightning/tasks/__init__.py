@@ -5,6 +5,7 @@ from pfl_lightning.tasks.classification import Classification, MultiLabel
 from pfl_lightning.tasks.next_token import NextToken
 from pfl_lightning.tasks.own_loss import OwnLoss
 from pfl_lightning.tasks.preference import Preference
+from pfl_lightning.tasks.reconstruction import Reconstruction
 from pfl_lightning.tasks.regression import Poisson, Quantile, Regression
 from pfl_lightning.tasks.segmentation import Segmentation
 from pfl_lightning.tasks.survival import Survival
@@ -18,6 +19,7 @@ __all__ = [
     "Poisson",
     "Preference",
     "Quantile",
+    "Reconstruction",
     "Regression",
     "Segmentation",
     "Survival",

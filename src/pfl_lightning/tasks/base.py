@@ -56,6 +56,9 @@ class Task(ABC):
     It isn't inherited: each class sets it, since a subclass may have a loss of counts or of positive quantities.
     """
 
+    reconstructs: ClassVar[bool] = False
+    """True if the target of a sample is its input, as the net takes it; targets that the data load have no effect."""
+
     def __post_init__(self) -> None:
         # a task of no output has a loss of NaN, which would only show after the first round
         if self.outputs < 1:
@@ -197,6 +200,15 @@ class Task(ABC):
             return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
         return {"values": outputs}
 
+    def row_errors(self, outputs: Tensor, x: Any) -> Tensor | None:
+        """Return an error of each row's outputs ``[n]``, known from the inputs alone; None, by default, for none.
+
+        Args:
+            outputs: the net's outputs for n samples, floating.
+            x: the samples' inputs.
+        """
+        return None
+
 
 def described(target: Any) -> str:
     """Describe targets, for messages."""
@@ -302,7 +314,7 @@ class Ratio(Metric):
     """
 
     full_state_update = False
-    plot_lower_bound = 0.0
+    plot_lower_bound: float | None = 0.0
     total: Tensor
     count: Tensor
 

@@ -166,7 +166,7 @@ class RewardMargin(Ratio):
 
     higher_is_better = True
     # a mean of differences has no bound
-    plot_lower_bound = None  # type: ignore[assignment]
+    plot_lower_bound = None
 
     def __init__(self, task: Preference) -> None:
         super().__init__(torch.float64)

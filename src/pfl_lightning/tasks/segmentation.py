@@ -1,4 +1,4 @@
-"""Segmentation: one class per pixel."""
+"""Segmentation: one class per pixel of an image, or per voxel of a volume."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,48 @@ from pfl_lightning.tasks.class_metrics import Confusion
 
 @dataclass(frozen=True)
 class Segmentation(Task):
-    """One of several classes per pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
+    r"""One of several classes per pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
 
-    Targets are class numbers ``[n, H, W]``, int64; outputs are logits ``[n, num_classes, H, W]``.
+    Targets are class numbers ``[n, H, W]``, int64, or ``[n, D, H, W]`` of volumes; outputs are logits
+    ``[n, num_classes, H, W]``, or ``[n, num_classes, D, H, W]``.
+
+    With :math:`t_k` correct pixels of class k, :math:`a_k` pixels of it and :math:`p_k` predicted ones, ``miou`` is the
+    mean of :math:`t_k / (a_k + p_k - t_k)` over the classes that occur or are predicted, and ``dice_K``, such as
+    ``dice_1``, is :math:`2 t_k / (a_k + p_k)` of class K. ``dice`` is the mean of these from class 1 up, as class 0 is
+    the background. ``pixel_acc`` is the share of correct pixels. All are counted over a client's pixels together; NaN
+    where undefined.
 
     Args:
-        num_classes: number of classes K.
+        num_classes: number of classes.
         ignore_index: target of pixels that don't count.
+        metrics: names of an evaluation's metrics, at least one; the first selects the best round.
+
+    Raises:
+        MisconfigurationException: if a metric is unknown or named twice.
     """
 
     num_classes: int
     ignore_index: int = -100
+    metrics: tuple[str, ...] = ("miou", "pixel_acc")
 
-    monitor = "miou"
     mode = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = (self.metrics,) if isinstance(self.metrics, str) else tuple(self.metrics)
+        # a tuple: a list would make the task unequal to itself read back from a checkpoint
+        object.__setattr__(self, "metrics", names)
+        known = ["miou", "pixel_acc", "dice", *(f"dice_{k}" for k in range(self.num_classes))]
+        if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+            raise MisconfigurationException(
+                f"task.metrics={list(names)} must be different names among {', '.join(known[:4])} and so on, up to "
+                f"{known[-1]}."
+            )
+
+    @property
+    def monitor(self) -> str:
+        """The first of the metrics."""
+        return self.metrics[0]
 
     @property
     def outputs(self) -> int:
@@ -47,29 +75,45 @@ class Segmentation(Task):
         return log_mean(outputs.log_softmax(2), shares)
 
     def configure_metrics(self) -> MetricCollection:
-        """Return ``miou``, the mean intersection over union of the occurring classes, and ``pixel_acc``."""
+        """Return the metrics by name."""
+        made: dict[str, Metric | MetricCollection] = {name: self._metric(name) for name in self.metrics}
+        return MetricCollection(made)
+
+    def _metric(self, name: str) -> Metric:
+        """Return a metric by its name."""
         settings = self.num_classes, self.ignore_index
-        return MetricCollection({"miou": MeanIoU(*settings), "pixel_acc": PixelAccuracy(*settings)})
+        if name == "pixel_acc":
+            return PixelAccuracy(*settings)
+        if name == "miou":
+            return MeanIoU(*settings)
+        return Dice(*settings, classes=[int(name[5:])] if name[5:] else list(range(1, self.num_classes)))
 
     def pooled(self) -> dict[str, Metric]:
-        """Return ``miou`` of all clients' pixels."""
-        return {"miou": MeanIoU(self.num_classes, self.ignore_index)}
+        """Return the metrics but ``pixel_acc`` of all clients' pixels."""
+        return {name: self._metric(name) for name in self.metrics if name != "pixel_acc"}
 
     def check(self, target: Tensor, owner: str) -> None:
         """Refuse all targets but one class number in range per pixel."""
-        if not isinstance(target, Tensor) or target.dim() != 3 or target.dtype != torch.int64:
+        if not isinstance(target, Tensor) or target.dim() not in (3, 4) or target.dtype != torch.int64:
             raise MisconfigurationException(
                 f"{owner} has {described(target)}; task {self} takes int64 class numbers of shape [samples, height, "
-                "width]"
+                "width], or [samples, depth, height, width] of volumes"
             )
         check_range(target, self.num_classes, self.ignore_index, owner, self)
 
     def check_outputs(self, outputs: Tensor, target: Tensor, net: str) -> None:
         """Refuse all outputs but one logit per pixel and class."""
+        # slices without a channel look like the channels of an image, which a net takes
+        if isinstance(outputs, Tensor) and outputs.dim() == target.dim():
+            raise MisconfigurationException(
+                f"model.net: {net} gives outputs of shape {list(outputs.shape)} for targets of shape "
+                f"{list(target.shape)}, with a dimension too few; give inputs a dimension of channels before those of "
+                "the targets, such as [samples, 1, depth, height, width]."
+            )
         check_shape(outputs, [len(target), self.num_classes, *target.shape[1:]], net, self)
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Return ``classes`` of pixels ``[n, H, W]``, and ``probabilities`` ``[n, num_classes, H, W]``."""
+        """Return ``classes`` of pixels ``[n, ...]``, and ``probabilities`` ``[n, num_classes, ...]``."""
         return {"classes": outputs.argmax(1), "probabilities": outputs.softmax(1)}
 
 
@@ -82,6 +126,26 @@ class MeanIoU(Confusion):
         union = self.counts.sum(-2) + self.counts.sum(-1) - both
         # a class that neither occurs nor is predicted has 0 / 0: a client with few classes isn't punished for the rest
         return (both / union).nanmean(-1)
+
+
+class Dice(Confusion):
+    """Mean of Dice's coefficient over those of some classes that occur or are predicted; NaN without such a class.
+
+    Args:
+        num_classes: number of classes.
+        ignore_index: target of pixels that don't count.
+        classes: numbers of the classes.
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int | None, classes: list[int]) -> None:
+        super().__init__(num_classes, ignore_index)
+        self.classes = classes
+
+    def compute(self) -> Tensor:
+        """Return the mean."""
+        both = self.counts.diagonal(dim1=-2, dim2=-1)
+        shares = 2 * both / (self.counts.sum(-2) + self.counts.sum(-1))
+        return shares[..., self.classes].nanmean(-1)
 
 
 class PixelAccuracy(Confusion):

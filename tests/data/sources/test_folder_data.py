@@ -8,7 +8,7 @@ from PIL import Image
 
 from pfl_lightning.data import FolderData
 from pfl_lightning.data.sources import base
-from pfl_lightning.tasks import Classification, Regression
+from pfl_lightning.tasks import Classification, Regression, Segmentation
 
 
 def write_images(root, sizes=((6, 5), (6, 5))):
@@ -94,3 +94,45 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path):
         path.unlink()
     with pytest.raises(MisconfigurationException, match="site0 has neither images nor arrays"):
         ready(tmp_path)
+
+
+def write_volumes(root, shape=(1, 2, 3, 4)):
+    for number, count in enumerate([5, 7]):
+        for part in ("x", "y"):
+            (root / f"site{number}" / part).mkdir(parents=True)
+        for k in range(count):
+            volume = np.full(shape, 10 * number + k, np.float32)
+            np.save(root / f"site{number}" / "x" / f"case{k}.npy", volume)
+            np.save(root / f"site{number}" / "y" / f"case{k}.npy", volume[0].astype(np.uint8))
+
+
+@pytest.mark.parametrize("limit", [2**30, 0])
+def test_samples_may_have_a_file_each(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(base, "RESIDENT", limit)
+    write_volumes(tmp_path)
+    data = ready(tmp_path, Segmentation(20))
+    assert data.input_shape == (1, 2, 3, 4) and data.client_names == ["site0", "site1"]
+    assert isinstance(data._pool.samples.x, torch.Tensor) == (limit > 0)
+    for client, count in enumerate([5, 7]):
+        values = whole(data, client)[:, 0, 0, 0, 0].sort().values.tolist()
+        assert values == [10 * client + k for k in range(count)]
+        part = data.part(client, "train")
+        assert part.y.dtype == torch.int64 and torch.equal(part.x[:, 0].long(), part.y)
+
+
+def test_files_of_samples_that_do_not_fit_are_refused(tmp_path):
+    write_volumes(tmp_path)
+    np.save(tmp_path / "site1" / "x" / "case3.npy", np.zeros((1, 2, 9, 4), np.float32))
+    with pytest.raises(MisconfigurationException, match=r"case3.npy has an array of shape \[1, 2, 9, 4\], and .* crop"):
+        ready(tmp_path, Segmentation(20))
+    (tmp_path / "site1" / "y" / "case3.npy").unlink()
+    with pytest.raises(MisconfigurationException, match=r"site1 has x/case3.npy and no y/case3.npy"):
+        ready(tmp_path, Segmentation(20))
+
+
+def test_a_class_of_images_may_be_named_like_a_file(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / "site" / name).mkdir(parents=True)
+        for k in range(4):
+            Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "site" / name / f"{k}.png")
+    assert ready(tmp_path).classes == ["x", "y"]

@@ -27,6 +27,7 @@ from pfl_lightning.data.sources.tensor_data import shape_of
 from pfl_lightning.data.sources.vision_data import pixels, random_transform
 from pfl_lightning.data.trees import Tree, as_tensor, first_not_finite, joined, leaves_of, like
 from pfl_lightning.messages import num_bytes
+from pfl_lightning.nets.item_lists import are_items, packed
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import OwnLoss, Task
 
@@ -67,7 +68,8 @@ class ClientDatasets(OwnedData):
             clients are numbered from 0; or, with ``read``, a list of names. A Dataset alone is split by
             ``test_fraction`` and ``val_fraction``. A dict of arrays ``x`` and ``y`` may stand for a Dataset.
         task: the prediction task; by default that of a LightningModule with its own loss, whose batches may have any
-            form: items that are no pairs of input and target, such as dicts, are then given to it as they are.
+            form: items that are no pairs of input and target, such as dicts, are then given to it as they are, and
+            lists of items of different shapes as ``collate_fn`` makes them, such as images beside their boxes.
         read: a function from a client's name to such a value, called once for each name.
         collate_fn: makes a batch (inputs, targets) of a list of items; None takes torch's ``default_collate``.
         num_workers: processes that read batches ahead, 0 or more, as in torch's ``DataLoader``; the engine
@@ -111,6 +113,13 @@ class ClientDatasets(OwnedData):
                 )
         changing = reader.changing(index for index, part in enumerate(parts) if part[1] == "train")
         resident = kwargs.get("resident")
+        if reader.has_lists:
+            if resident:
+                raise MisconfigurationException(
+                    "data.resident=true stacks all items, and data.collate_fn makes lists of items, whose shapes may "
+                    "differ; leave it out"
+                )
+            resident = False
         if changing and resident:
             raise MisconfigurationException(f"data.resident=true reads each item once, but {changing}; leave it out")
         if changing and "val" not in given:
@@ -187,7 +196,9 @@ class ClientDatasets(OwnedData):
         # items aren't read to compare them, so that only one and the same item is found
         origins = np.concatenate([origin_of(dataset) for dataset in self._reader.datasets])[rows]
         warn_of_shared_rows(mixed(origins), division, lambda: False, type(self).__name__)
-        return Items(samples.x, samples.y, self._reader, torch.from_numpy(rows))
+        # lists of images are large, and a model may hold features of all at once
+        most = self.batch_size if self._reader.has_lists else None
+        return Items(samples.x, samples.y, self._reader, torch.from_numpy(rows), most)
 
     @property
     def head_lines(self) -> list[tuple[str, str]]:
@@ -367,13 +378,36 @@ class Reader:
         self.is_random = False
         self._starts = list(accumulate(map(len, datasets), initial=0))
         self._types: dict[str, torch.dtype] = {}
+        # which parts of a batch, or whether the whole, are lists of samples
+        self._lists: tuple[bool, ...] = seeded(self._list_parts, 0)
         self._types = seeded(self._common_types, 0)
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether batches are lists of items, as for detection models."""
+        return any(self._lists)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Tree:
         return self.read(rows)[0]
+
+    def _list_parts(self) -> tuple[bool, ...]:
+        """Return whether inputs and targets of a batch are lists of samples each; one value for a whole that is."""
+        if not self.takes_any or self.collate_fn is default_collate:
+            return (False, False)
+        item = self._item(0, 0)
+        # an error of collate_fn is named where a batch is read
+        try:
+            one, two = self.collate_fn([item]), self.collate_fn([item, item])
+        except Exception:
+            return (False, False)
+        if are_items(one, two):
+            return (True,)
+        if not (is_pair(one) and is_pair(two)):
+            return (False, False)
+        return tuple(are_items(*parts) for parts in zip(one, two, strict=True))
 
     def _common_types(self) -> dict[str, torch.dtype]:
         """Return the type of each part of inputs and targets to which the first items of all Datasets go without loss.
@@ -430,6 +464,15 @@ class Reader:
                 f"data.clients: {len(items)} items, the last of {name}, make no batch ({said(error)}); bring inputs to "
                 "one shape by a transform, or give data.collate_fn"
             ) from error
+        if self.has_lists:
+            # lists are packed together with the other part, as their targets have no form that a task knows
+            whole = len(self._lists) == 1
+            batch = (
+                packed(batch)
+                if whole
+                else tuple(packed(part) if is_list else part for part, is_list in zip(batch, self._lists, strict=True))
+            )
+            batch = batch, torch.zeros(len(items), 0)
         if self.takes_any and not is_pair(batch):
             batch = batch, torch.zeros(len(items), 0)
         if not is_pair(batch):
@@ -648,10 +691,17 @@ class Items(Samples):
         y: targets of all items.
         reader: the reader of items.
         rows: positions of these items, shape [n].
+        most: the largest number of items of a chunk; None for any number.
     """
 
     reader: Reader
     rows: Tensor
+    most: int | None = None
+
+    @property
+    def at_once(self) -> int | None:
+        """Return the largest number of items of a chunk; None for any number."""
+        return self.most
 
     def take(self, rows: Tensor | slice) -> Samples:
         """Read the items at some positions.

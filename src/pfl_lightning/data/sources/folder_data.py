@@ -9,19 +9,26 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from numpy.typing import NDArray
 
 from pfl_lightning.data.datamodule import DivisionSettings
+from pfl_lightning.data.files import read_array
 from pfl_lightning.data.images import SUFFIXES, checked_size, image_size, read_image
 from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
 from pfl_lightning.data.sources.tensor_data import opened
-from pfl_lightning.data.trees import read, with_leaves
+from pfl_lightning.data.trees import as_tensor, read, with_leaves
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Classification, Task
 
-WANTED = "give a folder with a folder a client, each with folders of images by class, or with x and y as .npy or .pt"
+WANTED = (
+    "give a folder with a folder a client, each with folders of images by class, with x and y as .npy or .pt, or with "
+    "folders x and y of a .npy a sample"
+)
 
 
 class FolderData(OwnedData):
     """One folder per client: ``root/CLIENT/CLASS/*.png``, or ``root/CLIENT/x.npy`` and ``y.npy`` (or ``.pt``).
+
+    Large samples, such as volumes with their masks, may have a file each: ``root/CLIENT/x/NAME.npy`` with an input, and
+    ``root/CLIENT/y/NAME.npy`` with its target.
 
     Up to 1 GiB is read into memory; larger data are read one client at a time, on each access.
 
@@ -100,14 +107,25 @@ def client_folders(root: Path) -> list[Path]:
 
 
 def arrays_of(folder: Path) -> tuple[Any, Any] | None:
-    """Return the inputs and targets of a client, memory-mapped; None without such files.
+    """Return the inputs and targets of a client, memory-mapped or in a file each; None without such files.
 
     Args:
         folder: the client's folder.
 
     Raises:
-        MisconfigurationException: if a file holds no array, or inputs and targets differ in number.
+        MisconfigurationException: if a file holds no array, or inputs and targets differ in number or names.
     """
+    if (folder / "x").is_dir() and (folder / "y").is_dir():
+        inputs, targets = ({path.name: path for path in (folder / name).glob("[!.]*.npy")} for name in ("x", "y"))
+        if lone := sorted(inputs.keys() ^ targets.keys()):
+            has, lacks = ("x", "y") if lone[0] in inputs else ("y", "x")
+            raise MisconfigurationException(
+                f"{folder} has {has}/{lone[0]} and no {lacks}/{lone[0]}; give both, or none"
+            )
+        # a class may be named x: its folder has images
+        if inputs:
+            names = sorted(inputs)
+            return SampleFiles([inputs[name] for name in names]), SampleFiles([targets[name] for name in names])
     for suffix in (".npy", ".pt"):
         paths = [folder / f"{name}{suffix}" for name in ("x", "y")]
         if all(path.is_file() for path in paths):
@@ -167,6 +185,37 @@ class ImageFiles:
                 )
             found[row] = image
         return found
+
+
+class SampleFiles:
+    """Arrays in a file each as the rows of one array, read on access.
+
+    Args:
+        paths: the ``.npy`` files.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        # the first file stands for all, since opening every file would be slow; others are compared as they are read
+        first = self._array(0)
+        self.shape, self.dtype = (len(paths), *first.shape), first.dtype
+        self.nbytes = len(paths) * first.nbytes
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> torch.Tensor:
+        found = [self._array(position) for position in positions]
+        for position, array in zip(positions, found, strict=True):
+            if array.shape != self.shape[1:]:
+                raise MisconfigurationException(
+                    f"{self.paths[position]} has an array of shape {list(array.shape)}, and {self.paths[0]} of "
+                    f"{list(self.shape[1:])}; crop or resize all to one shape, or cut patches"
+                )
+        return torch.stack([as_tensor(np.array(array)) for array in found])
+
+    def _array(self, position: int) -> Any:
+        return read_array(self.paths[position], str(self.paths[position]))
 
 
 class ArrayFiles:
