@@ -206,7 +206,7 @@ def read_edges(path: str) -> list[tuple[int, int]]:
             f"aggregator.graph={path} is no file; take ring, random, full, the neighbours of each client, such as "
             "{0: [1, 2]}, or the path of a CSV file of edges."
         )
-    with Path(path).open(newline="") as file:
+    with Path(path).open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file) if row][1:]
     try:
         return [(int(client), int(other)) for client, other in rows]

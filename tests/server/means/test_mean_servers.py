@@ -24,18 +24,20 @@ from pfl_lightning.aggregators import (
     ClassMeans,
     ClusterModels,
     DomainConsensus,
+    FedACG,
     FedAdagrad,
     FedAdam,
     FedAvgM,
     FedYogi,
     Mean,
+    PrimalDualAverage,
     WeightedAverage,
 )
 from pfl_lightning.callbacks import BufferAttack
 from pfl_lightning.cli.class_names import subclasses
 from pfl_lightning.data import IID, Digits
 from pfl_lightning.engines import Sequential, Vectorised
-from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedAvg, FedDBE, FedIT, FedProto
+from pfl_lightning.methods import IFCA, AdaptiveFedProx, ControlVariates, FedADMM, FedAvg, FedDBE, FedIT, FedProto
 from pfl_lightning.methods.fedas import FisherAverage
 from pfl_lightning.methods.fedcac import CriticalAverage
 from pfl_lightning.methods.fednova import NormalizedAverage
@@ -63,6 +65,8 @@ SERVERS = {
     "adagrad": (FedAvg, FedAdagrad),
     "adam": (FedAvg, FedAdam),
     "yogi": (FedAvg, FedYogi),
+    "ahead": (FedAvg, FedACG),
+    "admm": (FedADMM, PrimalDualAverage),
     "scaffold": (ControlVariates, SCAFFOLD),
     "consensus": (FedDBE, DomainConsensus),
     "clusters": (IFCA, ClusterModels),
