@@ -74,7 +74,7 @@ class Classifier(L.LightningModule):
         return Adam(self.parameters(), lr=0.02)
 
 
-class Autoencoder(L.LightningModule):
+class VectorAutoencoder(L.LightningModule):
     """Samples without targets, and a schedule."""
 
     def __init__(self):
@@ -151,7 +151,7 @@ def series(n, seed):
 
 OWN = {
     "classifier": (Classifier, pairs, Classification(CLASSES)),
-    "autoencoder": (Autoencoder, alone, OwnLoss()),
+    "autoencoder": (VectorAutoencoder, alone, OwnLoss()),
     "forecaster": (Forecaster, series, OwnLoss("mae", "min")),
     "linear": (Linear, series, OwnLoss("mae", "min")),
 }
