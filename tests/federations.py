@@ -12,6 +12,8 @@ import lightning
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from command import ACCELERATOR
@@ -259,6 +261,13 @@ def drawn_update(model: FedAvg, seed: int, size: int = 10, **entries: Any) -> di
 def flat(weights: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     """Some entries of a model as one vector."""
     return torch.cat([weights[name].flatten() for name in names])
+
+
+def gradient(net: nn.Module, part: Samples, at: Tensor | None = None) -> Tensor:
+    """The gradient of the mean cross-entropy of some samples as a vector, at other weights than the net's if given."""
+    if at is not None:
+        vector_to_parameters(at.clone(), net.parameters())
+    return parameters_to_vector(torch.autograd.grad(F.cross_entropy(net(part.x), part.y), list(net.parameters())))
 
 
 class Shuffled(Sequential):

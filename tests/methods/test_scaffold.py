@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adam
 
 from federations import (
@@ -16,6 +16,7 @@ from federations import (
     check_batches_of_one,
     equal,
     fit,
+    gradient,
     load,
     make_client,
     noisy,
@@ -31,11 +32,6 @@ from pfl_lightning.methods.scaffold import SCAFFOLD, ControlVariates
 from pfl_lightning.nets import Net
 
 SGD_ONLY = partial(SGD, lr=0.1)
-
-
-def gradient(net, part):
-    """Of the cross-entropy of all samples, as a vector."""
-    return parameters_to_vector(torch.autograd.grad(F.cross_entropy(net(part.x), part.y), list(net.parameters())))
 
 
 def variates(run, clients):
@@ -83,8 +79,7 @@ def test_three_rounds_of_two_clients_by_hand(option, server_lr):
         for k in range(2):
             y = x.clone()
             for step in range(steps):
-                vector_to_parameters(y.clone(), net.parameters())
-                g = gradient(net, parts[k])
+                g = gradient(net, parts[k], at=y)
                 if step == 0:
                     g_at_x = g
                 y = y - eta * (g + c - own[k])
