@@ -52,6 +52,7 @@ ONE_BY_ONE = {
     "fedtgp": SAMPLES,
     "fjord": DRAWS,
     "flexlora": UNMARKED,
+    "lora_svd": UNMARKED,
     "floco": DRAWS,
     "flora": UNMARKED,
     "heterofl": SIZES,
