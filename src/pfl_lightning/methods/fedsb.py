@@ -62,7 +62,7 @@ class FedSB(FedIT):
             with torch.no_grad():
                 a.copy_(first.view_as(a))
                 b.copy_(second.view_as(b))
-        if "cores" not in self._modules:
+        if not hasattr(self, "cores"):
             # here, since the constructor goes on to look for parameters to train, and language models have no others
             ranks = {core_of(pair): net.get_parameter(pair.b) for pair in self.pairs}
             self.cores = nn.ParameterDict(
