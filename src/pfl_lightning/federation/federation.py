@@ -175,7 +175,7 @@ class Federation(LightningModule):
             module.withheld = module.sends - self.aggregator.needs if self.aggregator.guarantee else frozenset()
         self.save_hyperparameters(dict(client.hparams))
 
-    @property
+    @cached_property
     def method(self) -> str:
         """The method's name in the literature, or else the class names of client module and aggregator."""
         return method_of(self.client, self.aggregator)
@@ -1062,12 +1062,15 @@ class Federation(LightningModule):
 
     def _log_summary(self, summary: dict[str, float]) -> None:
         """Log a summary; the progress bar shows the monitored metric only."""
-        # While fitting, `RoundLogger` writes the whole row at the end of the round, so Lightning's loggers are skipped
-        # here.
         for name, value in summary.items():
             shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
-            bar, logger = shown and self.is_fitting, not self.is_fitting
-            self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
+            # While fitting, `RoundLogger` writes the whole row at the end of the round, so Lightning's loggers are
+            # skipped here. Callbacks get the value without `log`, which takes half a millisecond for each.
+            if self.is_fitting and not shown:
+                self.trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float32, device=self.device)
+            else:
+                bar, logger = self.is_fitting, not self.is_fitting
+                self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
 
     # Checkpoints
 
