@@ -1,5 +1,6 @@
 """Frozen weights in 8 bits."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch.optim import SGD
 from federations import Run, make_trainer, near, same_end
 from language_models import LENGTH, TOKENS, texts, write_models
 from pfl_lightning.client import export_adapters
+from pfl_lightning.engines.memory_plan import planned
 from pfl_lightning.methods import FedExLoRA, FedSALoRA
 from pfl_lightning.nets import CausalLM
 from pfl_lightning.nets.int8 import Int8Linear, hold_in_int8
@@ -114,6 +116,24 @@ def test_copies_of_a_net_share_the_bytes(models):
     net = CausalLM((LENGTH,), TOKENS, model=str(models / "llama"), lora={"r": 2}, quantize="int8")
     held, copied = (next(m for m in each.modules() if isinstance(m, Int8Linear)) for each in (net, deepcopy(net)))
     assert held is not copied and held.weight is copied.weight and held.scale is copied.scale
+
+
+def test_the_memory_plan_counts_a_byte_a_weight_and_no_floating_weights_between_passes(models):
+    def plan(quantize):
+        lora = {"r": 2, "targets": ["q_proj", "v_proj"]}
+        with torch.device("meta"):
+            net = CausalLM((LENGTH,), TOKENS, model=str(models / "llama"), lora=lora, quantize=quantize)
+            client = FedSALoRA(net, (LENGTH,), task=NextToken(TOKENS), optimizer=partial(SGD, lr=0.5))
+        held = [layer for layer in net.modules() if isinstance(layer, Int8Linear)]
+        tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+        made = planned(client, (tokens, tokens.clone()), nullcontext)
+        saved = sum(3 * layer.weight.numel() - 4 * len(layer.scale) for layer in held)
+        return made, saved
+
+    (plain, none), (held, saved) = plan(None), plan("int8")
+    assert none == 0 and plain.frozen - held.frozen == saved > 0
+    # each layer's output once more, before it is scaled
+    assert held.activations < 2 * plain.activations
 
 
 def test_what_bytes_cannot_do_is_refused_by_name(models, monkeypatch):
