@@ -487,6 +487,42 @@ def fedadmm(log, rho, previous, optimizer=None, step=None):
     return End(theta, kept=kept | ({"last": {k: w[k] for k in log.seen}} if previous == "own" else {}))
 
 
+BASES = {"momentum": {"beta1": 0.6}, "adam": {"beta1": 0.6, "beta2": 0.8, "epsilon": 0.01}}
+
+
+@replays(m.MimeLite, servers.MimicAverage, id="mimelite", local_epochs=2, server=BASES["momentum"])
+@replays(m.MimeLite, servers.MimicAverage, id="mimelite-adam", server=BASES["adam"] | {"weighting": "samples"})
+@replays(m.Mime, servers.ControlledAverage, id="mime", server=BASES["momentum"] | {"weighting": "samples"})
+@replays(m.Mime, servers.ControlledAverage, id="mime-adam", local_epochs=2, server=BASES["adam"])
+def mime(log, beta1, beta2=None, epsilon=None, weighting="uniform"):
+    """Karimireddy et al., 2020, Algorithm 1 and its table of optimizers, as FedJAX takes its steps in turn.
+
+    Mime's mean gradient is of the round before, in which nobody trains; Adam's first round finds v alone.
+    """
+    x, first, v = log.start, torch.zeros_like(log.start), None
+    n, c = log.n if weighting == "samples" else None, None
+    controlled = isinstance(log.run.model, m.Mime)
+    for t, cohort in log.rounds():
+        if not controlled or t % 2 == 0:
+            c = mean({k: slope(cross_entropy, x, *log.train(k)) for k in cohort}, n)
+        if controlled and t % 2 == 0:
+            continue
+        ends = {}
+        for k in cohort:
+            y = x
+            for a, b in log.batches(t, k):
+                g = slope(cross_entropy, y, a, b)
+                g = g - slope(cross_entropy, x, a, b) + c if controlled else g
+                u = (1 - beta1) * g + beta1 * first
+                if beta2 is not None:
+                    u = 0 * u if v is None else u / (epsilon + v.sqrt())
+                y = y - LR * u
+            ends[k] = y
+        x, first = mean(ends, n), beta1 * first + (1 - beta1) * c
+        v = (1 - beta2) * c**2 + beta2 * (0 if v is None else v) if beta2 is not None else None
+    return End(x, server={"m": first} | ({} if v is None else {"v": v}))
+
+
 @replays(m.QFedAvg, servers.FairAverage, server={"q": 0.7})
 def q_fedavg(log, q):
     """Li et al., 2020, Algorithm 2, with L = 1 / LR; clients count equally."""

@@ -53,6 +53,7 @@ from pfl_lightning.methods.kt_pfl import KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
 from pfl_lightning.methods.mifa import LatestAverage
+from pfl_lightning.methods.mime import ControlledAverage, MimicAverage
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
 from pfl_lightning.methods.pfedhn import HyperNetwork
@@ -74,6 +75,7 @@ __all__ = [
     "ClusterModels",
     "CollaborationGraph",
     "Consensus",
+    "ControlledAverage",
     "CorePool",
     "CriticalAverage",
     "CwFedAvg",
@@ -111,6 +113,7 @@ __all__ = [
     "LatestAverage",
     "LowRankAverage",
     "MaskedAverage",
+    "MimicAverage",
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",

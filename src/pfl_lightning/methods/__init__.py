@@ -98,6 +98,7 @@ from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
+from pfl_lightning.methods.mime import Mime, MimeLite
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
@@ -190,6 +191,8 @@ __all__ = [
     "KnowledgeTransfer",
     "LGFedAvg",
     "Local",
+    "Mime",
+    "MimeLite",
     "NormalizedHead",
     "PACClient",
     "PFedFDA",

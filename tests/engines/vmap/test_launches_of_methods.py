@@ -59,6 +59,8 @@ ONE_BY_ONE = {
     "ifca": SAMPLES,
     "knn_per": UNMARKED,
     "kt_pfl": REFUSED,
+    "mime": SAMPLES,
+    "mimelite": SAMPLES,
     "pfedfda": SAMPLES,
     "pooled": SERVER,
     "q_fedavg": SAMPLES,
