@@ -538,6 +538,29 @@ def q_fedavg(log, q):
     return End(x)
 
 
+@replays(m.AFL, servers.AgnosticAverage, id="afl", server={"step": 0.8, "ascent": "exponential"}, near=1e-6)
+@replays(m.AFL, servers.AgnosticAverage, id="afl-2019", server={"step": 0.3, "ascent": "projected"}, near=1e-6)
+def afl(log, step, ascent):
+    """Ro et al., 2021, or with sums Mohri et al., 2019, with each client as a domain; losses are sent in float32.
+
+    FedJAX's and easyFL's rules where all come; here the weights of clients that are away stay.
+    """
+    x, own = log.start, torch.full((len(log.n),), 1 / len(log.n), dtype=torch.float64)
+    for t, cohort in log.rounds():
+        losses = torch.stack([cross_entropy(x, *log.train(k)) for k in cohort])
+        shares = own[cohort]
+        x = mean({k: sgd(x, log.batches(t, k)) for k in cohort}, {k: float(own[k]) for k in cohort})
+        if ascent == "exponential":
+            up = shares * (step * losses).exp()
+            own[cohort] = up / up.sum() * shares.sum()
+        else:
+            ranked = sorted((shares + step * losses).tolist(), reverse=True)
+            cuts = [(sum(ranked[: i + 1]) - float(shares.sum())) / (i + 1) for i in range(len(ranked))]
+            cut = [cut for each, cut in zip(ranked, cuts, strict=True) if each > cut][-1]
+            own[cohort] = (shares + step * losses - cut).clamp_min(0)
+    return End(x, server={"lambda": own})
+
+
 @replays(m.FedDGGA, servers.GeneralizationAdjustment, id="feddg-ga", server={"step": 0.5, "preset": "paper"})
 @replays(m.FedDGGA, servers.GeneralizationAdjustment, id="feddg-ga-off", server={"step": 0.5, "preset": "official"})
 def feddg_ga(log, step, preset):

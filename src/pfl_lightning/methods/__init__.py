@@ -26,6 +26,7 @@ from pfl_lightning.methods import (  # noqa: F401
     pfedsim,
 )
 from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
+from pfl_lightning.methods.afl import AFL
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
@@ -114,6 +115,7 @@ from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
 __all__ = [
+    "AFL",
     "APFL",
     "APPLE",
     "CCVR",

@@ -112,6 +112,7 @@ METHODS = (
     Method("MimeLite", m.MimeLite, file="mimelite"),
     Method("MOON", m.MOON, file="moon"),
     Method("SCAFFOLD", m.ControlVariates, file="scaffold"),
+    Method("AFL", m.AFL, file="afl"),
     Method("CCVR", m.CCVR, file="ccvr"),
     Method("FedACG", m.FedProx, a.FedACG, file="fedacg"),
     Method("FedAdagrad", m.FedAvg, a.FedAdagrad, file="fedadagrad"),

@@ -19,6 +19,7 @@ REFUSED = "no block takes its clients"
 
 ONE_BY_ONE = {
     "adaptive_fedprox": SAMPLES,
+    "afl": SAMPLES,
     "apple": REFUSED,
     "ccvr": SAMPLES,
     "dispfl": VALUES,
