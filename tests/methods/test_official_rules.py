@@ -561,6 +561,45 @@ def afl(log, step, ascent):
     return End(x, server={"lambda": own})
 
 
+@replays(
+    m.FedAvg,
+    servers.FedMGDA,
+    server={"server_lr": 0.4, "epsilon": 0.1, "decay": 0.8, "weighting": "samples"},
+    near=1e-10,
+)
+@replays(
+    m.FedAvg,
+    servers.FedMGDA,
+    id="fedmgda-free",
+    server={"server_lr": 0.4, "epsilon": 1.0, "decay": 1.0, "weighting": "uniform"},
+    near=1e-10,
+)
+def fedmgda(log, server_lr, epsilon, decay, weighting):
+    """Hu et al., 2022, as easyFL has it; the least weights by trying which of them are at which bound."""
+    x = log.start
+    for t, cohort in log.rounds():
+        ways = torch.stack([x - sgd(x, log.batches(t, k)) for k in cohort])
+        ways = ways / ways.norm(dim=1, keepdim=True)
+        n = torch.tensor([float(log.n[k]) if weighting == "samples" else 1.0 for k in cohort], dtype=torch.float64)
+        low, high = (n / n.sum() - epsilon).clamp_min(0), (n / n.sum() + epsilon).clamp_max(1)
+        best = None
+        for places in itertools.product("<>-", repeat=len(cohort)):
+            free = torch.tensor([place == "-" for place in places])
+            w = torch.where(torch.tensor([place == "<" for place in places]), low, high)
+            if free.any():
+                own, rest = ways[free], (w * ~free) @ ways
+                # Lagrange: own @ (own.T @ u + rest) = price for all of them, of the sum that is left
+                system = torch.cat([own @ own.T, torch.ones(len(own), 1).double()], 1)
+                system = torch.cat([system, torch.cat([torch.ones(1, len(own)), torch.zeros(1, 1)], 1).double()])
+                right = torch.cat([-own @ rest, 1 - (w * ~free).sum().view(1)])
+                w = w.masked_scatter(free, torch.linalg.solve(system, right)[:-1])
+            fits = (w >= low - 1e-12).all() and (w <= high + 1e-12).all() and (w.sum() - 1).abs() < 1e-12
+            if fits and (best is None or (w @ ways).norm() < (best @ ways).norm()):
+                best = w
+        x = x - server_lr * decay**t * best @ ways
+    return End(x)
+
+
 @replays(m.FedDGGA, servers.GeneralizationAdjustment, id="feddg-ga", server={"step": 0.5, "preset": "paper"})
 @replays(m.FedDGGA, servers.GeneralizationAdjustment, id="feddg-ga-off", server={"step": 0.5, "preset": "official"})
 def feddg_ga(log, step, preset):

@@ -34,6 +34,7 @@ from pfl_lightning.methods.fedit import AdapterAverage
 from pfl_lightning.methods.fedkd import LowRankAverage
 from pfl_lightning.methods.fedlaw import FedLAW
 from pfl_lightning.methods.fedmd import Consensus
+from pfl_lightning.methods.fedmgda import FedMGDA
 from pfl_lightning.methods.fednh import FedNH
 from pfl_lightning.methods.fednova import NormalizedAverage
 from pfl_lightning.methods.fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerSteps
@@ -100,6 +101,7 @@ __all__ = [
     "FedDisco",
     "FedExP",
     "FedLAW",
+    "FedMGDA",
     "FedNH",
     "FedReMa",
     "FedYogi",

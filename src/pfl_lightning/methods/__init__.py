@@ -16,6 +16,7 @@ from pfl_lightning.methods import (  # noqa: F401
     feddisco,
     fedexp,
     fedlaw,
+    fedmgda,
     fedopt,
     fedrema,
     fedtgp,

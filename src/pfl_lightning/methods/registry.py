@@ -128,6 +128,7 @@ METHODS = (
     Method("FedDisco", m.FedAvg, a.FedDisco, file="feddisco"),
     Method("FedExP", m.FedAvg, a.FedExP, file="fedexp"),
     Method("FedLAW", m.FedAvg, a.FedLAW, file="fedlaw"),
+    Method("FedMGDA+", m.FedAvg, a.FedMGDA, file="fedmgda"),
     Method("FedNova", m.FedNova, file="fednova"),
     Method("FedYogi", m.FedAvg, a.FedYogi, file="fedyogi"),
     Method("L-DAWA", m.FedAvg, a.LDAWA, file="ldawa"),
