@@ -32,6 +32,7 @@ from pfl_lightning.data import Samples
 from pfl_lightning.messages import num_bytes, weighted_mean
 from pfl_lightning.methods import FedAvg, Mime, MimeLite
 from pfl_lightning.nets import Net
+from pfl_lightning.privacy import SecureSum
 
 PLAIN = partial(SGD, lr=0.1)
 MOMENTUM = {"beta1": 0.6}
@@ -308,6 +309,14 @@ def test_a_tied_parameter_makes_one_step(method):
     weights = fit(make_client(method, net=net, optimizer=PLAIN), max_rounds=4).weights
     assert torch.equal(weights["net.features.0.weight"], weights["net.features.2.weight"])
     assert not torch.equal(weights["net.features.0.weight"], before)
+
+
+@pytest.mark.parametrize("method", [MimeLite, Mime])
+def test_a_server_that_sees_sums_alone_does_the_same(method):
+    runs = [
+        fit(make_client(method, optimizer=PLAIN), max_rounds=4, secure_sum=secure) for secure in (None, SecureSum())
+    ]
+    assert near(runs[0].weights, runs[1].weights, atol=1e-4)
 
 
 def test_a_common_parameter_has_no_statistics():
