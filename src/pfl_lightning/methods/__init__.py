@@ -16,6 +16,7 @@ from pfl_lightning.methods import (  # noqa: F401
     feddisco,
     fedexp,
     fedlaw,
+    fedmgda,
     fedopt,
     fedrema,
     fedtgp,
@@ -26,6 +27,7 @@ from pfl_lightning.methods import (  # noqa: F401
     pfedsim,
 )
 from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
+from pfl_lightning.methods.afl import AFL
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
@@ -98,6 +100,7 @@ from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
+from pfl_lightning.methods.mime import Mime, MimeLite
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
@@ -113,6 +116,7 @@ from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
 __all__ = [
+    "AFL",
     "APFL",
     "APPLE",
     "CCVR",
@@ -190,6 +194,8 @@ __all__ = [
     "KnowledgeTransfer",
     "LGFedAvg",
     "Local",
+    "Mime",
+    "MimeLite",
     "NormalizedHead",
     "PACClient",
     "PFedFDA",

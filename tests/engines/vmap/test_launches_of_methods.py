@@ -19,6 +19,7 @@ REFUSED = "no block takes its clients"
 
 ONE_BY_ONE = {
     "adaptive_fedprox": SAMPLES,
+    "afl": SAMPLES,
     "apple": REFUSED,
     "ccvr": SAMPLES,
     "dispfl": VALUES,
@@ -52,6 +53,8 @@ ONE_BY_ONE = {
     "ifca": SAMPLES,
     "knn_per": UNMARKED,
     "kt_pfl": REFUSED,
+    "mime": SAMPLES,
+    "mimelite": SAMPLES,
     "pfedfda": SAMPLES,
     "pooled": SERVER,
     "q_fedavg": SAMPLES,
