@@ -64,6 +64,7 @@ from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
 from pfl_lightning.methods.fedmd import FedMD
+from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
 from pfl_lightning.methods.fedntd import FedNTD
@@ -166,6 +167,7 @@ __all__ = [
     "FedLC",
     "FedLESAM",
     "FedMD",
+    "FedMRL",
     "FedNTD",
     "FedNova",
     "FedPCL",

@@ -133,6 +133,7 @@ METHODS = (
     Method("APFL", m.APFL, file="apfl"),
     Method("Ditto", m.Ditto, file="ditto"),
     Method("FedKD", m.FedKD, file="fedkd"),
+    Method("FedMRL", m.FedMRL, file="fedmrl"),
     Method("FedPHP", m.FedPHP, file="fedphp"),
     Method("FML", m.FML, file="fml"),
     Method("kNN-Per", m.KNNPer, file="knn_per"),
