@@ -700,6 +700,38 @@ def fedmrl(log, omega):
     )
 
 
+@replays(m.LGMix, servers.MixedChanges, server={"weighting": "samples"})
+@replays(m.LGMix, servers.MixedChanges, id="lg-mix-uniform", local_epochs=2, server={"weighting": "uniform"})
+def lg_mix(log, weighting):
+    """Jiang et al., 2024: a client's model moves by its own change and the mean, mixed by traces of covariances.
+
+    The official code leaves the smallest eigenvalue out of each trace, and all clients take part.
+    """
+
+    def trace(h):
+        h = torch.cat(h)
+        return (h - h.mean(0)).square().sum() / len(h)
+
+    common, own, shares = log.start, {}, defaultdict(list)
+    for t, cohort in log.rounds():
+        changes = {}
+        for k in cohort:
+            w = own.setdefault(k, common)
+            spread, known = [], []
+            for a, b in log.batches(t, k):
+                spread.append(features(w, a))
+                known.append(features(common, a))
+                w = sgd(w, [(a, b)])
+            changes[k] = w - own[k]
+            shares[k].append(trace(spread) / (trace(spread) + trace(known)))
+        both = mean(changes, log.n if weighting == "samples" else None)
+        for k in cohort:
+            share = sum(shares[k]) / len(shares[k])
+            own[k] = own[k] + share * changes[k] + (1 - share) * both
+        common = common + both
+    return End(common, sent={k: own.get(k, common) for k in log.everybody(0)})
+
+
 @replays(m.GPFL, own={"magnitude": 0.2, "decay": 0.05})
 def gpfl(log, magnitude, decay):
     """Zhang et al., 2023: personal features for the own classifier, global ones that point to their class's vector.

@@ -52,6 +52,7 @@ from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.kt_pfl import KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
+from pfl_lightning.methods.lg_mix import MixedChanges
 from pfl_lightning.methods.mifa import LatestAverage
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
@@ -111,6 +112,7 @@ __all__ = [
     "LatestAverage",
     "LowRankAverage",
     "MaskedAverage",
+    "MixedChanges",
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",

@@ -97,6 +97,7 @@ from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
+from pfl_lightning.methods.lg_mix import LGMix
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
 from pfl_lightning.methods.moon import MOON
@@ -191,6 +192,7 @@ __all__ = [
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",
+    "LGMix",
     "Local",
     "NormalizedHead",
     "PACClient",
