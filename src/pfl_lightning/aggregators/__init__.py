@@ -54,6 +54,7 @@ from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
 from pfl_lightning.methods.lg_mix import MixedChanges
 from pfl_lightning.methods.mifa import LatestAverage
+from pfl_lightning.methods.pefll import HyperStep
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
 from pfl_lightning.methods.pfedhn import HyperNetwork
@@ -105,6 +106,7 @@ __all__ = [
     "GlobalHeader",
     "GossipAverage",
     "HyperNetwork",
+    "HyperStep",
     "IntersectionAverage",
     "KTpFL",
     "KTpFLWeight",

@@ -102,6 +102,7 @@ from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
+from pfl_lightning.methods.pefll import PeFLL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
 from pfl_lightning.methods.pfedfda import PFedFDA
@@ -200,6 +201,7 @@ __all__ = [
     "PFedGraph",
     "PFedHN",
     "PFedMe",
+    "PeFLL",
     "PerFCL",
     "PerFedAvg",
     "Pooled",

@@ -164,6 +164,7 @@ METHODS = (
     Method("FedSelect", m.FedSelect, file="fedselect"),
     Method("KT-pFL+weight", m.GrowingEpochs, a.KTpFLWeight, file="kt_pfl_weight"),
     Method("LG-Mix", m.LGMix, file="lg_mix"),
+    Method("PeFLL", m.PeFLL, file="pefll"),
     Method("pFedGraph", m.PFedGraph, file="pfedgraph"),
     Method("pFedHN", m.PFedHN, file="pfedhn"),
     Method("pFedSim", m.FedAvg, a.PFedSim, file="pfedsim"),

@@ -59,6 +59,7 @@ ONE_BY_ONE = {
     "ifca": SAMPLES,
     "knn_per": UNMARKED,
     "kt_pfl": REFUSED,
+    "pefll": SAMPLES,
     "pfedfda": SAMPLES,
     "pooled": SERVER,
     "q_fedavg": SAMPLES,
