@@ -764,6 +764,72 @@ def fedbn(log):
     return End(vector(x), kept={"net.features.1": {k: vector(own[k]) for k in log.seen}})
 
 
+@replays(m.FedMRL, own={"omega": 0.7})
+def fedmrl(log, omega):
+    """Yi et al., 2024: the shared net's classifier reads the first numbers of a projection of all features.
+
+    Here, as officially, the shared net is as wide as a client's own, so that the first numbers are all of them.
+    """
+
+    def projected(p, a):
+        h = [linear(p, f"net.{part}features.0", a).tanh() for part in ("small.", "")]
+        return linear(p, "net.projection", torch.cat(h, 1))
+
+    def loss(p, a, b):
+        z = projected(p, a)
+        own, small = (F.cross_entropy(linear(p, f"net.{part}classifier", z), b) for part in ("", "small."))
+        return own + omega * small
+
+    kept = log.everybody({name: t for name, t in log.entries.items() if "small" not in name})
+    x = {name: t for name, t in log.entries.items() if name not in kept[0]}
+    for t, cohort in log.rounds():
+        y = {}
+        for k in cohort:
+            p = x | kept[k]
+            for batch in log.batches(t, k):
+                p = step(p, LR, loss, *batch)
+            kept[k], y[k] = {name: p[name] for name in kept[k]}, {name: p[name] for name in x}
+        x = mean(y, log.n)
+    tested = {k: (x | kept[k], log.split(k, "test")[0]) for k in log.seen}
+    return End(
+        vector(x),
+        kept={name: {k: kept[k][name] for k in log.seen} for name in kept[0]},
+        outputs={k: linear(p, "net.classifier", projected(p, a)) for k, (p, a) in tested.items()},
+    )
+
+
+@replays(m.LGMix, servers.MixedChanges, server={"weighting": "samples"})
+@replays(m.LGMix, servers.MixedChanges, id="lg-mix-uniform", local_epochs=2, server={"weighting": "uniform"})
+def lg_mix(log, weighting):
+    """Jiang et al., 2024: a client's model moves by its own change and the mean, mixed by traces of covariances.
+
+    The official code leaves the smallest eigenvalue out of each trace, and all clients take part.
+    """
+
+    def trace(h):
+        h = torch.cat(h)
+        return (h - h.mean(0)).square().sum() / len(h)
+
+    common, own, shares = log.start, {}, defaultdict(list)
+    for t, cohort in log.rounds():
+        changes = {}
+        for k in cohort:
+            w = own.setdefault(k, common)
+            spread, known = [], []
+            for a, b in log.batches(t, k):
+                spread.append(features(w, a))
+                known.append(features(common, a))
+                w = sgd(w, [(a, b)])
+            changes[k] = w - own[k]
+            shares[k].append(trace(spread) / (trace(spread) + trace(known)))
+        both = mean(changes, log.n if weighting == "samples" else None)
+        for k in cohort:
+            share = sum(shares[k]) / len(shares[k])
+            own[k] = own[k] + share * changes[k] + (1 - share) * both
+        common = common + both
+    return End(common, sent={k: own.get(k, common) for k in log.everybody(0)})
+
+
 @replays(m.GPFL, own={"magnitude": 0.2, "decay": 0.05})
 def gpfl(log, magnitude, decay):
     """Zhang et al., 2023: personal features for the own classifier, global ones that point to their class's vector.

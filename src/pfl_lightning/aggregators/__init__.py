@@ -54,8 +54,10 @@ from pfl_lightning.methods.knowledge_coefficients import KnowledgeCoefficients
 from pfl_lightning.methods.kt_pfl import KTpFL
 from pfl_lightning.methods.kt_pfl_weight import KTpFLWeight
 from pfl_lightning.methods.ldawa import LDAWA
+from pfl_lightning.methods.lg_mix import MixedChanges
 from pfl_lightning.methods.mifa import LatestAverage
 from pfl_lightning.methods.mime import ControlledAverage, MimicAverage
+from pfl_lightning.methods.pefll import HyperStep
 from pfl_lightning.methods.pfedfda import FeatureStatistics
 from pfl_lightning.methods.pfedgraph import CollaborationGraph
 from pfl_lightning.methods.pfedhn import HyperNetwork
@@ -110,6 +112,7 @@ __all__ = [
     "GlobalHeader",
     "GossipAverage",
     "HyperNetwork",
+    "HyperStep",
     "IntersectionAverage",
     "KTpFL",
     "KTpFLWeight",
@@ -118,6 +121,7 @@ __all__ = [
     "LowRankAverage",
     "MaskedAverage",
     "MimicAverage",
+    "MixedChanges",
     "NormAverage",
     "NormalizedAverage",
     "PFedSim",

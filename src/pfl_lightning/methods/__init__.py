@@ -66,6 +66,7 @@ from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
 from pfl_lightning.methods.fedmd import FedMD
+from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
 from pfl_lightning.methods.fedntd import FedNTD
@@ -98,11 +99,13 @@ from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
+from pfl_lightning.methods.lg_mix import LGMix
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
 from pfl_lightning.methods.mime import Mime, MimeLite
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
+from pfl_lightning.methods.pefll import PeFLL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
 from pfl_lightning.methods.pfedfda import PFedFDA
@@ -170,6 +173,7 @@ __all__ = [
     "FedLC",
     "FedLESAM",
     "FedMD",
+    "FedMRL",
     "FedNTD",
     "FedNova",
     "FedPCL",
@@ -193,6 +197,7 @@ __all__ = [
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",
+    "LGMix",
     "Local",
     "Mime",
     "MimeLite",
@@ -202,6 +207,7 @@ __all__ = [
     "PFedGraph",
     "PFedHN",
     "PFedMe",
+    "PeFLL",
     "PerFCL",
     "PerFedAvg",
     "Pooled",

@@ -55,6 +55,7 @@ ONE_BY_ONE = {
     "kt_pfl": REFUSED,
     "mime": SAMPLES,
     "mimelite": SAMPLES,
+    "pefll": SAMPLES,
     "pfedfda": SAMPLES,
     "pooled": SERVER,
     "q_fedavg": SAMPLES,
