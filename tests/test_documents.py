@@ -91,7 +91,7 @@ def test_the_command_of_a_method_of_ones_own(tmp_path, monkeypatch):
 def test_the_configuration_of_a_table(tmp_path, monkeypatch, capsys):
     pytest.importorskip("pandas", reason="needs the extra tables")
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data" / "tables.md").read_text(), re.DOTALL)
     Path("table.yaml").write_text(block)
     with pytest.raises(SystemExit) as ended:
         pfl("fit --model FedAvg --config table.yaml --print_config")
@@ -144,7 +144,13 @@ BLOCKS = {
     "README.md": "test_the_snippet_of_the_first_page",
     "CONTRIBUTING.md": "test_a_method_of_ones_own, test_the_command_of_a_method_of_ones_own",
     "docs/compression.md": "the class of one's own: tests/test_compression.py and tests/flower/test_compressed.py",
-    "docs/data.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/data.md": "test_each_source_of_data",
+    "docs/data/arrays.md": "test_each_source_of_data",
+    "docs/data/changes.md": "test_each_source_of_data",
+    "docs/data/folders.md": "test_each_source_of_data",
+    "docs/data/splits.md": "test_each_source_of_data",
+    "docs/data/tables.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/data/texts.md": "test_each_source_of_data",
     "docs/deployment.md": "a site's own class; a client's checkpoint, in tests/flower/test_export.py",
     "docs/index.md": "test_the_snippet_of_the_first_page",
     "docs/language_models.md": "test_the_language_models; its command: tests/data/sources/test_chat_data.py",
@@ -164,7 +170,12 @@ def python_of(document: str) -> list[str]:
 
 
 def test_each_block_of_code_has_a_test():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/data").glob("*.md"),
+    ]
     fenced = re.compile(r"^ *```(python|bash|yaml|console|sh)$", re.MULTILINE)
     with_code = {
         str(page.relative_to(ROOT))
@@ -243,7 +254,8 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
     assert len((end.parent / "rounds.csv").read_text().splitlines()) == 3
 
 
-SOURCES = blocks("docs/data.md")
+DATA = ["docs/data.md", *(f"docs/data/{path.name}" for path in sorted((ROOT / "docs" / "data").glob("*.md")))]
+SOURCES = {f"{Path(page).stem}-{k}": block for page in DATA for k, block in enumerate(blocks(page))}
 PACKAGES = {
     "TableData": "pandas",
     "SeriesData": "pandas",
@@ -254,8 +266,7 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
-@pytest.mark.by_default(but=["12"])
+@pytest.mark.parametrize("block", SOURCES.values(), ids=SOURCES)
 def test_each_source_of_data(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, package in PACKAGES.items():
@@ -271,7 +282,7 @@ def test_each_source_of_data(block, tmp_path, monkeypatch):
 
 
 def test_the_sources_are_all_shown():
-    text = " ".join(SOURCES)
+    text = " ".join(SOURCES.values())
     assert all(name in text for name in sources.__all__ if name != "OwnedData")
 
 
