@@ -529,6 +529,21 @@ def test_a_picture_shows_who_has_which_layers(gallery):
     assert min(drawn.iter("rect"), key=lambda box: float(box.get("y"))).get("class") == "client0"
 
 
+def test_the_answer_at_the_head_of_the_results_has_the_figures_of_their_sections():
+    text = (ROOT / "docs" / "results.md").read_text()
+    # from each heading to the next one
+    sections = dict(
+        re.findall(r"^#+ ([^\n]*)\n(.*?)(?=^#|\Z)", re.sub(r"^    #.*$", "", text, flags=re.M), re.M | re.S)
+    )
+    by_anchor = {re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-"): part for title, part in sections.items()}
+    rows = re.findall(r"^\|.*?\| (\d\S+) \| (\S+ \[.*?) \| (\S+) (.*?) \| \[[^]]*\]\(#(.*?)\) \|$", text, re.MULTILINE)
+    assert len(rows) >= 6
+    for local, common, name, best, anchor in rows:
+        lines = [line for line in by_anchor[anchor].splitlines() if line.startswith("|")]
+        for method, figure in (("Local", local), ("FedAvg", common), (name, best)):
+            assert any(line.startswith(f"| {method} |") and figure in line for line in lines), (anchor, method, figure)
+
+
 def test_cards_have_the_figures_of_the_tables(gallery):
     figures = gallery.figures()
     results = (ROOT / "docs" / "results.md").read_text()
@@ -538,7 +553,7 @@ def test_cards_have_the_figures_of_the_tables(gallery):
         "../results.md#personalised-methods-at-the-hospitals",
     )
     assert figures["FENDA-FL"][hospitals] == figures["PerFCL"][hospitals]
-    last = results.partition("## All methods")[2].partition("## Defaults")[0]
+    last = results.partition("## All methods")[2].partition("\n## ")[0]
     levels = dict(re.findall(r"^\| (LG-FedAvg|Local) \| ([\d.± ]+) \|", last, re.MULTILINE))
     assert figures["LG-FedAvg"]["digits, 20 rounds"][0] == f"{levels['LG-FedAvg']} % (Local {levels['Local']})"
     assert {data for of in figures.values() for data in of} == {data for data, *_ in gallery.TABLES}
