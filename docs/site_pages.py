@@ -19,6 +19,7 @@ from public_names import ROOMS, exported
 from sphinx.application import Sphinx
 
 from pfl_lightning.methods.registry import METHODS, Method
+import pfl_lightning
 
 HERE = Path(__file__).parent
 LEDGER = ("cwfedavg", "fedawa", "fedrema", "fedclassavg")
@@ -204,6 +205,41 @@ def generate(app: Sphinx) -> None:
     files = by_module()
     for module, methods in files.items():
         write(HERE / "method" / f"{split(module)[1]}.md", method_page(module, methods))
+def origin(page: str) -> str:
+    """Return the file of the repository to edit for a page: for a generated page, the file with the page's words.
+
+    >>> origin("data/tables"), origin("tutorials/quickstart"), origin("method/fedper")
+    ('docs/data/tables.md', 'notebooks/quickstart.ipynb', 'src/pfl_lightning/methods/fedper.py')
+    >>> origin("reference/pfl_lightning.nets"), origin("readme")
+    ('src/pfl_lightning/nets/__init__.py', 'README.md')
+
+    Args:
+        page: the page's name on the site.
+    """
+    folder, _, name = page.rpartition("/")
+    generated = {
+        "readme": "README.md",
+        "contributing": "CONTRIBUTING.md",
+        "method/index": "docs/families.yaml",
+        "reference/index": "docs/public_names.py",
+    }
+    if page in generated:
+        return generated[page]
+    if folder in ("method", "reference"):
+        module = importlib.import_module(f"pfl_lightning.methods.{name}" if folder == "method" else name)
+        return "src/" + Path(module.__file__).relative_to(Path(pfl_lightning.__file__).parents[1]).as_posix()
+    return f"notebooks/{name}.ipynb" if folder == "tutorials" else f"docs/{page}.md"
+
+
+def edit_link(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Set the address where a page is edited."""
+    # pages without a source, such as the index, have no file
+    if doctree is not None:
+        theme = app.config.html_theme_options
+        address = f"{theme['source_repository']}/edit/{theme['source_branch']}/{origin(page)}"
+        context["theme_source_edit_link"] = address
+
+
     pages = {method.name: f"{split(module)[1]}.md" for module, methods in files.items() for method in methods}
     listed = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *dict.fromkeys(pages.values()), "```\n"])
     rows = gallery.measured()
@@ -236,3 +272,4 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", generate)
     app.connect("autodoc-process-bases", bases)
     return {"parallel_read_safe": True}
+    app.connect("html-page-context", edit_link)
