@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import catalogue
 import gallery
 import ideas
+import usage
 from public_names import ROOMS, exported
 from sphinx.application import Sphinx
 
-from pfl_lightning.methods.registry import METHODS, Method
 import pfl_lightning
+from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
 LEDGER = ("cwfedavg", "fedawa", "fedrema", "fedclassavg")
@@ -141,18 +142,25 @@ def to(part: type) -> str:
     return f"{{py:obj}}`{part.__qualname__} <{public(f'{part.__module__}.{part.__qualname__}')}>`"
 
 
-def section(method: Method, row: dict[str, str]) -> str:
-    """Return the picture of a method's idea, how it is run, its traffic, and where its results are."""
+def section(method: Method, row: dict[str, str], level: str) -> str:
+    """Return a method's idea, when it is of use, how it runs from the command line and Python, and its traffic."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     rest = ("weighs by samples", "needs", "different nets")
     config = HERE.parent / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
         ideas.picture(method.name, row),
-        f"Paper: [{paper}]({url})\n" if paper else "",
+        f"{gallery.idea(method)}\n",
+        f"Paper: [{paper}]({url}). " if paper else "",
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
-        f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
+        f"{level} When to use it\n",
+        usage.when(method, row),
+        f"{level} Run it\n",
+        f"    {usage.command(method, row)}\n",
+        f"The same from Python:\n\n```python\n{usage.snippet(method, row)}\n```\n",
+        "The configuration, with the paper's settings:\n",
         f"```yaml\n{catalogue.SAID.sub('', config.read_text()).rstrip()}\n```\n",
+        f"{level} Traffic and state\n",
         "| up | down | stays with the client | weighs by samples | needs | different nets |\n" + "| --- " * 6 + "|",
         "| " + " | ".join(row[key] for key in ("up", "down", "stays", *rest)) + " |\n",
         "In multiples of the model's bytes; see [all methods](../methods.md).\n",
@@ -166,7 +174,8 @@ def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
     rows = gallery.measured()
     title = ", ".join(method.name for method in methods)
-    sections = [section(method, rows[method.name]) for method in methods]
+    level = "##" if len(methods) == 1 else "###"
+    sections = [section(method, rows[method.name], level) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     names = [known for name, known in by_definition().items() if name.rpartition(".")[0] == module]
@@ -196,15 +205,6 @@ def from_root(name: str) -> str:
     return text.replace("](CONTRIBUTING.md)", "](contributing.md)")
 
 
-def generate(app: Sphinx) -> None:
-    """Write all pages that no one wrote by hand."""
-    write(HERE / "readme.md", from_root("README.md"))
-    write(HERE / "contributing.md", from_root("CONTRIBUTING.md"))
-    for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
-        write(HERE / "tutorials" / notebook.name, notebook.read_text().replace("](../docs/", "](../"))
-    files = by_module()
-    for module, methods in files.items():
-        write(HERE / "method" / f"{split(module)[1]}.md", method_page(module, methods))
 def origin(page: str) -> str:
     """Return the file of the repository to edit for a page: for a generated page, the file with the page's words.
 
@@ -240,6 +240,15 @@ def edit_link(app: Sphinx, page: str, template: str, context: dict[str, Any], do
         context["theme_source_edit_link"] = address
 
 
+def generate(app: Sphinx) -> None:
+    """Write all pages that no one wrote by hand."""
+    write(HERE / "readme.md", from_root("README.md"))
+    write(HERE / "contributing.md", from_root("CONTRIBUTING.md"))
+    for notebook in (HERE.parent / "notebooks").glob("*.ipynb"):
+        write(HERE / "tutorials" / notebook.name, notebook.read_text().replace("](../docs/", "](../"))
+    files = by_module()
+    for module, methods in files.items():
+        write(HERE / "method" / f"{split(module)[1]}.md", method_page(module, methods))
     pages = {method.name: f"{split(module)[1]}.md" for module, methods in files.items() for method in methods}
     listed = "\n".join(["```{toctree}", ":hidden:", ":maxdepth: 1\n", *dict.fromkeys(pages.values()), "```\n"])
     rows = gallery.measured()
@@ -271,5 +280,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Write the pages before any is read."""
     app.connect("builder-inited", generate)
     app.connect("autodoc-process-bases", bases)
-    return {"parallel_read_safe": True}
     app.connect("html-page-context", edit_link)
+    return {"parallel_read_safe": True}

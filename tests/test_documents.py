@@ -480,9 +480,27 @@ def gallery(monkeypatch):
 
 
 def test_the_examples_of_the_gallery(gallery):
-    for module in (gallery, *map(importlib.import_module, ("catalogue", "ideas"))):
+    for module in (gallery, *map(importlib.import_module, ("catalogue", "ideas", "usage"))):
         done = doctest.testmod(module)
         assert done.attempted and not done.failed
+
+
+def test_the_examples_of_the_pages_that_are_made(gallery):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    done = doctest.testmod(importlib.import_module("site_pages"))
+    assert done.attempted and not done.failed
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.by_default("FedPer", "CCVR", "FedDF", "FedIT", "FedReMa+F")
+def test_the_lines_of_python_on_a_methods_page_run(method, gallery, short, tmp_path, monkeypatch):
+    usage, row = importlib.import_module("usage"), gallery.measured()[method.name]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(usage.snippet(method, row), names)
+    assert short == [20] and type(names["client"]) is method.client
+    # what the page tells of the method has the family, and each figure a link
+    assert f"**{importlib.import_module('catalogue').declared()[method.name]['family']}**" in usage.when(method, row)
 
 
 def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
