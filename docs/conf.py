@@ -41,7 +41,7 @@ html_theme_options = {
 }
 html_logo = html_favicon = "static/logo.svg"
 # commands and code: nobody copies what a command has printed
-copybutton_selector = "div:not(.highlight-none):not(.output) > div.highlight > pre"
+copybutton_selector = "div:not(.highlight-text):not(.highlight-none):not(.output) > div.highlight > pre"
 html_math_renderer = "mathml"
 autodoc_member_order = "bysource"
 # types stand beside the arguments' descriptions, and signatures stay short

@@ -231,13 +231,14 @@ def origin(page: str) -> str:
     return f"notebooks/{name}.ipynb" if folder == "tutorials" else f"docs/{page}.md"
 
 
-def edit_link(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Set the address where a page is edited."""
+def links_to_origin(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Set the addresses where a page is edited and seen."""
     # pages without a source, such as the index, have no file
     if doctree is not None:
         theme = app.config.html_theme_options
-        address = f"{theme['source_repository']}/edit/{theme['source_branch']}/{origin(page)}"
-        context["theme_source_edit_link"] = address
+        for way, folder in (("edit", "edit"), ("view", "blob")):
+            address = f"{theme['source_repository']}/{folder}/{theme['source_branch']}/{origin(page)}"
+            context[f"theme_source_{way}_link"] = address
 
 
 def generate(app: Sphinx) -> None:
@@ -280,5 +281,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Write the pages before any is read."""
     app.connect("builder-inited", generate)
     app.connect("autodoc-process-bases", bases)
-    app.connect("html-page-context", edit_link)
+    app.connect("html-page-context", links_to_origin)
     return {"parallel_read_safe": True}
