@@ -175,7 +175,7 @@ class Federation(LightningModule):
             module.withheld = module.sends - self.aggregator.needs if self.aggregator.guarantee else frozenset()
         self.save_hyperparameters(dict(client.hparams))
 
-    @property
+    @cached_property
     def method(self) -> str:
         """The method's name in the literature, or else the class names of client module and aggregator."""
         return method_of(self.client, self.aggregator)
@@ -1061,13 +1061,16 @@ class Federation(LightningModule):
         return {f"test/global_{name}": value for name, value in own_values(values).items()}
 
     def _log_summary(self, summary: dict[str, float]) -> None:
-        """Log a summary; the progress bar shows the monitored metric only."""
-        # While fitting, `RoundLogger` writes the whole row at the end of the round, so Lightning's loggers are skipped
-        # here.
+        """Give a summary to callbacks and, beside a fit, to loggers; the progress bar shows the monitored metric."""
         for name, value in summary.items():
-            shown = name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}"))
-            bar, logger = shown and self.is_fitting, not self.is_fitting
-            self.log(name, value, prog_bar=bar, logger=logger, on_step=False, on_epoch=True, batch_size=1)
+            if not self.is_fitting:
+                self.log(name, value, on_step=False, on_epoch=True, batch_size=1)
+                continue
+            # The same places where self.log writes, which takes half a millisecond. `RoundLogger` writes the whole row
+            # to the loggers at the end of the round.
+            self.trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float32, device=self.device)
+            if name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}")):
+                self.trainer.progress_bar_metrics[name] = value
 
     # Checkpoints
 

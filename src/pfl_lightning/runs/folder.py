@@ -251,7 +251,11 @@ def stamp(folder: Path) -> None:
     Args:
         folder: the run's folder.
     """
-    (folder / STAMP).write_text(f"{time.time()} {folder.name}\n", encoding="utf-8")
+    # in place: a file that is emptied before it is written goes to the disk at once on some file systems, every round
+    with open(
+        folder / STAMP, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags & ~os.O_TRUNC)
+    ) as file:
+        file.write(f"{time.time():.6f} {folder.name}\n")
 
 
 def stamped(folder: Path) -> tuple[float, str]:
