@@ -253,8 +253,8 @@ def client_files(
         raise MisconfigurationException(
             f"{owner} is a folder without tables; give one with a CLIENT{endings[0]} for each client"
         )
-    if len(endings := {file.suffix for file in files}) > 1:
-        raise MisconfigurationException(f"{owner} has files of {' and '.join(sorted(endings))}; give files of one kind")
+    if len(kinds := {file.suffix for file in files}) > 1:
+        raise MisconfigurationException(f"{owner} has files of {' and '.join(sorted(kinds))}; give files of one kind")
     if named := [file.name for file in files if file.stem.lower() in SPLITS]:
         raise MisconfigurationException(
             f"{owner} has {named[0]}, and each file of such a folder is a client's; name files by clients, and "
