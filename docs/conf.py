@@ -15,6 +15,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
     "sphinx_design",
     # brings myst_parser
     "myst_nb",
@@ -31,7 +32,16 @@ html_theme = "furo"
 templates_path = ["templates"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_title = "pfl-lightning"
+# the side bar's head, above the version picker, which knows folders alone
+html_title = f"pfl-lightning {version}"
+html_theme_options = {
+    "source_repository": "https://github.com/pfl-lightning/pfl-lightning",
+    "source_branch": "main",
+    "source_directory": "docs",
+}
+html_logo = html_favicon = "static/logo.svg"
+# commands and code: nobody copies what a command has printed
+copybutton_selector = "div:not(.highlight-text):not(.highlight-none):not(.output) > div.highlight > pre"
 html_math_renderer = "mathml"
 autodoc_member_order = "bysource"
 # types stand beside the arguments' descriptions, and signatures stay short

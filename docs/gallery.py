@@ -88,6 +88,20 @@ def figures() -> dict[str, dict[str, tuple[str, str]]]:
     return found
 
 
+def by_the_tables(name: str) -> str:
+    """Return a method's figures of our tables, each with a link; an empty text without any.
+
+    Args:
+        name: the method's name.
+    """
+    own = figures().get(name, {})
+    return "; ".join(
+        f"{data} [{figure.translate(ESCAPED)}]({address})"
+        for data, (figure, address) in own.items()
+        if FEWER.get(data) not in own
+    )
+
+
 def card(method: Method, row: dict[str, str], page: str) -> str:
     """Return a method's card: its idea as a picture and in words, its paper, its traffic, and figures of our tables.
 
@@ -97,18 +111,13 @@ def card(method: Method, row: dict[str, str], page: str) -> str:
         page: the method's own page, relative to the gallery.
     """
     paper = f"[{row['paper']}]({row['url']}). " if row["url"] else ""
-    own = figures().get(method.name, {})
-    pays = [
-        f"{data} [{figure.translate(ESCAPED)}]({address})"
-        for data, (figure, address) in own.items()
-        if FEWER.get(data) not in own
-    ]
+    pays = by_the_tables(method.name)
     lines = [
         f":::{{grid-item-card}} [{method.name}]({page})\n",
         ideas.picture(method.name, row),
         f"{idea(method)}\n",
         f"{paper}*Up: {row['up']}. Stays: {row['stays']}.*\n",
-        f"**By the tables**: {'; '.join(pays)}.\n" if pays else "",
+        f"**By the tables**: {pays}.\n" if pays else "",
         ":::\n",
     ]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ no name and no argument vanishes unseen.
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def members(found: type) -> Iterator[str]:
         if (
             not name.startswith("_")
             and not known
-            and isinstance(each, property | classmethod | staticmethod | FUNCTION)
+            and isinstance(each, property | cached_property | classmethod | staticmethod | FUNCTION)
         ):
             yield f".{name}{arguments(each) if isinstance(each, FUNCTION) else ''}"
 

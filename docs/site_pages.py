@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import catalogue
 import gallery
 import ideas
+import usage
 from public_names import ROOMS, exported
 from sphinx.application import Sphinx
 
+import pfl_lightning
 from pfl_lightning.methods.registry import METHODS, Method
 
 HERE = Path(__file__).parent
@@ -140,18 +142,25 @@ def to(part: type) -> str:
     return f"{{py:obj}}`{part.__qualname__} <{public(f'{part.__module__}.{part.__qualname__}')}>`"
 
 
-def section(method: Method, row: dict[str, str]) -> str:
-    """Return the picture of a method's idea, how it is run, its traffic, and where its results are."""
+def section(method: Method, row: dict[str, str], level: str) -> str:
+    """Return a method's idea, when it is of use, how it runs from the command line and Python, and its traffic."""
     paper, url = method.paper
     client, aggregator = method.client, type(method.new_aggregator())
     rest = ("weighs by samples", "needs", "different nets")
     config = HERE.parent / "configs" / "methods" / f"{method.file}.yaml"
     lines = [
         ideas.picture(method.name, row),
-        f"Paper: [{paper}]({url})\n" if paper else "",
+        f"{gallery.idea(method)}\n",
+        f"Paper: [{paper}]({url}). " if paper else "",
         f"Client module {to(client)}, aggregator {to(aggregator)}.\n",
-        f"    pfl-lightning fit --config methods/{method.file} --config protocols/digits_dir0.1\n",
+        f"{level} When to use it\n",
+        usage.when(method, row),
+        f"{level} Run it\n",
+        f"    {usage.command(method, row)}\n",
+        f"The same from Python:\n\n```python\n{usage.snippet(method, row)}\n```\n",
+        "The configuration, with the paper's settings:\n",
         f"```yaml\n{catalogue.SAID.sub('', config.read_text()).rstrip()}\n```\n",
+        f"{level} Traffic and state\n",
         "| up | down | stays with the client | weighs by samples | needs | different nets |\n" + "| --- " * 6 + "|",
         "| " + " | ".join(row[key] for key in ("up", "down", "stays", *rest)) + " |\n",
         "In multiples of the model's bytes; see [all methods](../methods.md).\n",
@@ -165,7 +174,8 @@ def method_page(module: str, methods: list[Method]) -> str:
     """Return the page of a file of methods: how to run each, and all public names that the file defines."""
     rows = gallery.measured()
     title = ", ".join(method.name for method in methods)
-    sections = [section(method, rows[method.name]) for method in methods]
+    level = "##" if len(methods) == 1 else "###"
+    sections = [section(method, rows[method.name], level) for method in methods]
     if len(methods) > 1:
         sections = [f"## {method.name}\n\n{text}" for method, text in zip(methods, sections, strict=True)]
     names = [known for name, known in by_definition().items() if name.rpartition(".")[0] == module]
@@ -193,6 +203,42 @@ def from_root(name: str) -> str:
     text = re.sub(r"\]\(notebooks/(\w+)\.ipynb", r"](tutorials/\1.ipynb", text)
     text = re.sub(r"\]\(examples/", r"](../examples/", text)
     return text.replace("](CONTRIBUTING.md)", "](contributing.md)")
+
+
+def origin(page: str) -> str:
+    """Return the file of the repository to edit for a page: for a generated page, the file with the page's words.
+
+    >>> origin("data/tables"), origin("tutorials/quickstart"), origin("method/fedper")
+    ('docs/data/tables.md', 'notebooks/quickstart.ipynb', 'src/pfl_lightning/methods/fedper.py')
+    >>> origin("reference/pfl_lightning.nets"), origin("readme")
+    ('src/pfl_lightning/nets/__init__.py', 'README.md')
+
+    Args:
+        page: the page's name on the site.
+    """
+    folder, _, name = page.rpartition("/")
+    generated = {
+        "readme": "README.md",
+        "contributing": "CONTRIBUTING.md",
+        "method/index": "docs/families.yaml",
+        "reference/index": "docs/public_names.py",
+    }
+    if page in generated:
+        return generated[page]
+    if folder in ("method", "reference"):
+        module = importlib.import_module(f"pfl_lightning.methods.{name}" if folder == "method" else name)
+        return "src/" + Path(module.__file__).relative_to(Path(pfl_lightning.__file__).parents[1]).as_posix()
+    return f"notebooks/{name}.ipynb" if folder == "tutorials" else f"docs/{page}.md"
+
+
+def links_to_origin(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Set the addresses where a page is edited and seen."""
+    # pages without a source, such as the index, have no file
+    if doctree is not None:
+        theme = app.config.html_theme_options
+        for way, folder in (("edit", "edit"), ("view", "blob")):
+            address = f"{theme['source_repository']}/{folder}/{theme['source_branch']}/{origin(page)}"
+            context[f"theme_source_{way}_link"] = address
 
 
 def generate(app: Sphinx) -> None:
@@ -235,4 +281,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Write the pages before any is read."""
     app.connect("builder-inited", generate)
     app.connect("autodoc-process-bases", bases)
+    app.connect("html-page-context", links_to_origin)
     return {"parallel_read_safe": True}

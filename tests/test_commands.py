@@ -46,7 +46,11 @@ def shown(page):
     return [re.sub(r" +# .*", "", line) for line in lines]
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / page for folder in (".", "data") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
+]
 SELDOM = re.compile(
     r"compare|compression|Logger|ckpt_path|protocols/mnist|PowerOfChoice|Poisson|clients_per_round 0\.3"
 )

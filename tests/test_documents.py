@@ -91,7 +91,7 @@ def test_the_command_of_a_method_of_ones_own(tmp_path, monkeypatch):
 def test_the_configuration_of_a_table(tmp_path, monkeypatch, capsys):
     pytest.importorskip("pandas", reason="needs the extra tables")
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data" / "tables.md").read_text(), re.DOTALL)
     Path("table.yaml").write_text(block)
     with pytest.raises(SystemExit) as ended:
         pfl("fit --model FedAvg --config table.yaml --print_config")
@@ -144,7 +144,13 @@ BLOCKS = {
     "README.md": "test_the_snippet_of_the_first_page",
     "CONTRIBUTING.md": "test_a_method_of_ones_own, test_the_command_of_a_method_of_ones_own",
     "docs/compression.md": "the class of one's own: tests/test_compression.py and tests/flower/test_compressed.py",
-    "docs/data.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/data.md": "test_each_source_of_data",
+    "docs/data/arrays.md": "test_each_source_of_data",
+    "docs/data/changes.md": "test_each_source_of_data",
+    "docs/data/folders.md": "test_each_source_of_data",
+    "docs/data/splits.md": "test_each_source_of_data",
+    "docs/data/tables.md": "test_each_source_of_data, test_the_configuration_of_a_table",
+    "docs/data/texts.md": "test_each_source_of_data",
     "docs/deployment.md": "a site's own class; a client's checkpoint, in tests/flower/test_export.py",
     "docs/index.md": "test_the_snippet_of_the_first_page",
     "docs/language_models.md": "test_the_language_models; its command: tests/data/sources/test_chat_data.py",
@@ -164,7 +170,12 @@ def python_of(document: str) -> list[str]:
 
 
 def test_each_block_of_code_has_a_test():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/data").glob("*.md"),
+    ]
     fenced = re.compile(r"^ *```(python|bash|yaml|console|sh)$", re.MULTILINE)
     with_code = {
         str(page.relative_to(ROOT))
@@ -243,7 +254,8 @@ def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, m
     assert len((end.parent / "rounds.csv").read_text().splitlines()) == 3
 
 
-SOURCES = blocks("docs/data.md")
+DATA = ["docs/data.md", *(f"docs/data/{path.name}" for path in sorted((ROOT / "docs" / "data").glob("*.md")))]
+SOURCES = {f"{Path(page).stem}-{k}": block for page in DATA for k, block in enumerate(blocks(page))}
 PACKAGES = {
     "TableData": "pandas",
     "SeriesData": "pandas",
@@ -254,8 +266,7 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("block", SOURCES, ids=range(len(SOURCES)))
-@pytest.mark.by_default(but=["12"])
+@pytest.mark.parametrize("block", SOURCES.values(), ids=SOURCES)
 def test_each_source_of_data(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, package in PACKAGES.items():
@@ -271,7 +282,7 @@ def test_each_source_of_data(block, tmp_path, monkeypatch):
 
 
 def test_the_sources_are_all_shown():
-    text = " ".join(SOURCES)
+    text = " ".join(SOURCES.values())
     assert all(name in text for name in sources.__all__ if name != "OwnedData")
 
 
@@ -469,9 +480,27 @@ def gallery(monkeypatch):
 
 
 def test_the_examples_of_the_gallery(gallery):
-    for module in (gallery, *map(importlib.import_module, ("catalogue", "ideas"))):
+    for module in (gallery, *map(importlib.import_module, ("catalogue", "ideas", "usage"))):
         done = doctest.testmod(module)
         assert done.attempted and not done.failed
+
+
+def test_the_examples_of_the_pages_that_are_made(gallery):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    done = doctest.testmod(importlib.import_module("site_pages"))
+    assert done.attempted and not done.failed
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.by_default("FedPer", "CCVR", "FedDF", "FedIT", "FedReMa+F")
+def test_the_lines_of_python_on_a_methods_page_run(method, gallery, short, tmp_path, monkeypatch):
+    usage, row = importlib.import_module("usage"), gallery.measured()[method.name]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(usage.snippet(method, row), names)
+    assert short == [20] and type(names["client"]) is method.client
+    # what the page tells of the method has the family, and each figure a link
+    assert f"**{importlib.import_module('catalogue').declared()[method.name]['family']}**" in usage.when(method, row)
 
 
 def test_each_picture_of_an_idea_is_whole_and_in_its_frame(gallery):
@@ -518,6 +547,21 @@ def test_a_picture_shows_who_has_which_layers(gallery):
     assert min(drawn.iter("rect"), key=lambda box: float(box.get("y"))).get("class") == "client0"
 
 
+def test_the_answer_at_the_head_of_the_results_has_the_figures_of_their_sections():
+    text = (ROOT / "docs" / "results.md").read_text()
+    # from each heading to the next one
+    sections = dict(
+        re.findall(r"^#+ ([^\n]*)\n(.*?)(?=^#|\Z)", re.sub(r"^    #.*$", "", text, flags=re.M), re.M | re.S)
+    )
+    by_anchor = {re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-"): part for title, part in sections.items()}
+    rows = re.findall(r"^\|.*?\| (\d\S+) \| (\S+ \[.*?) \| (\S+) (.*?) \| \[[^]]*\]\(#(.*?)\) \|$", text, re.MULTILINE)
+    assert len(rows) >= 6
+    for local, common, name, best, anchor in rows:
+        lines = [line for line in by_anchor[anchor].splitlines() if line.startswith("|")]
+        for method, figure in (("Local", local), ("FedAvg", common), (name, best)):
+            assert any(line.startswith(f"| {method} |") and figure in line for line in lines), (anchor, method, figure)
+
+
 def test_cards_have_the_figures_of_the_tables(gallery):
     figures = gallery.figures()
     results = (ROOT / "docs" / "results.md").read_text()
@@ -527,7 +571,7 @@ def test_cards_have_the_figures_of_the_tables(gallery):
         "../results.md#personalised-methods-at-the-hospitals",
     )
     assert figures["FENDA-FL"][hospitals] == figures["PerFCL"][hospitals]
-    last = results.partition("## All methods")[2].partition("## Defaults")[0]
+    last = results.partition("## All methods")[2].partition("\n## ")[0]
     levels = dict(re.findall(r"^\| (LG-FedAvg|Local) \| ([\d.± ]+) \|", last, re.MULTILINE))
     assert figures["LG-FedAvg"]["digits, 20 rounds"][0] == f"{levels['LG-FedAvg']} % (Local {levels['Local']})"
     assert {data for of in figures.values() for data in of} == {data for data, *_ in gallery.TABLES}

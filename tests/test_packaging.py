@@ -206,6 +206,12 @@ def test_the_container_s_file_has_instructions_that_its_script_follows():
     assert list(module.instructions("# a\nRUN x \\\ny\n\nUSER 1\n")) == [("RUN", "x  y"), ("USER", "1")]
 
 
+def test_the_page_of_the_installation_has_each_extra(settings):
+    page = (ROOT / "docs" / "install.md").read_text().partition("## Extras")[2]
+    told = {word for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)}
+    assert told == set(settings["options.extras_require"])
+
+
 def test_the_site_lists_its_versions(tmp_path):
     for name in ("main", "v1.9.0", "v1.10.0", "v2.0.0rc1"):
         (tmp_path / name).mkdir()

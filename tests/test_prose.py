@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in ("readme", "contributing")),
     *sorted((ROOT / "docs" / "howto").glob("*.md")),
+    *sorted((ROOT / "docs" / "data").glob("*.md")),
 ]
 QUESTION = re.compile(r"(What|Who|Whether|Where|How|Which|When)\b")
 

@@ -66,6 +66,7 @@ TASKS = {
     "discrete time": (Survival((3, 6)), lambda n: (logits(n, 2), times(n))),
     "next token": (NextToken(7), lambda n: (logits(n, 5, 7), classes(7, n, 5, ignored=0.5))),
     "labels": (MultiLabel(4), lambda n: (logits(n, 4), classes(2, n, 4).float())),
+    "masks": (Segmentation(3, dice_weight=1.0), lambda n: (logits(n, 3, 2, 2), classes(3, n, 2, 2, ignored=0.5))),
     "pixels": (Segmentation(3), lambda n: (logits(n, 3, 2, 2), classes(3, n, 2, 2, ignored=0.5))),
 }
 ALONE = {"Cox": {"c_index", "loss"}, "discrete time": {"c_index"}, "labels": {"f1"}}

@@ -107,6 +107,26 @@ def test_other_amounts_are_another_run(name, then, now, tmp_path):
         fit(make_client(), root=tmp_path, ckpt_path=run.last, max_rounds=2, **{name: now})
 
 
+@pytest.mark.parametrize("name", ["local_epochs", "lr_factors"])
+def test_the_same_amounts_in_other_words_are_the_same_run(name, tmp_path):
+    ways = [{"0": 2, "2": 0.5}, {"2": 0.5, "0": 2.0}, [2, 1, 0.5, 1], {"0": 2, "1": 1, "2": 0.5}]
+    for rounds, way in enumerate(ways, 1):
+        # refused if the settings differ from those of the round before
+        last = "last" if rounds > 1 else None
+        run = fit(make_client(), root=tmp_path, ckpt_path=last, max_rounds=rounds, **{name: way})
+    assert len(run.rows) == len(ways)
+    with pytest.raises(MisconfigurationException, match=rf"trainer\.{name}"):
+        fit(make_client(), root=tmp_path, ckpt_path="last", max_rounds=9, **{name: {"0": 0.5, "2": 2}})
+
+
+@pytest.mark.parametrize(
+    ("name", "then", "now"), [("local_epochs", 2, dict.fromkeys("0123", 2)), ("lr_factors", None, {"1": 1.0})]
+)
+def test_one_amount_for_all_is_that_amount(name, then, now, tmp_path):
+    fit(make_client(), root=tmp_path, max_rounds=1, **{name: then})
+    assert len(fit(make_client(), root=tmp_path, ckpt_path="last", max_rounds=2, **{name: now}).rows) == 2
+
+
 def test_a_factor_is_a_learning_rate_of_its_own():
     """A client trains as in a run where all have its rate, and evaluations adapt by it too."""
     for method, settings in ((Local, {}), (PerFedAvg, {})):

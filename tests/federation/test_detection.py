@@ -1,6 +1,7 @@
 """Detection models of TorchVision, which take lists of images of different sizes."""
 
 import logging
+import math
 
 import lightning
 import pytest
@@ -8,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
 from pfl_lightning import FederatedTrainer
 from pfl_lightning.callbacks import RoundLogger
@@ -17,6 +19,7 @@ from pfl_lightning.nets import lightning_net
 from pfl_lightning.tasks import OwnLoss
 
 detection = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
+detection_metrics = pytest.importorskip("torchmetrics.detection", reason="needs torchvision")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -225,6 +228,49 @@ def test_the_mean_average_precision_is_recorded():
         metric.update(net(images), targets)
     row = next(row for row in record.clients if row["client"] == 1)
     assert row["test/map"] == pytest.approx(float(metric.compute()["map"]), abs=1e-6)
+
+
+class Counting(detection_metrics.MeanAveragePrecision):
+    """The metric without its package: 0.5 where there is an object, and -1, like the metric, where there is none."""
+
+    def __init__(self):
+        Metric.__init__(self)
+        self.add_state("objects", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds, target):
+        self.objects += sum(len(each["boxes"]) for each in target)
+
+    def compute(self):
+        return {"map": torch.tensor(0.5 if self.objects else -1.0)}
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_a_client_without_an_object_has_no_mean_average_precision(measures):
+    class Measuring(Detector):
+        def __init__(self):
+            super().__init__()
+            if measures:
+                self.map = Counting()
+
+        def validation_step(self, batch, batch_idx):
+            if measures:
+                self.map.update(self.net(batch[0]), batch[1])
+
+        def on_validation_epoch_end(self):
+            self.log("val_map", self.map.compute()["map"] if measures else -1.0)
+
+    class Empty(Scenes):
+        def __getitem__(self, place):
+            image, _ = super().__getitem__(place)
+            return image, {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+
+    clients = {"Bremen": (Scenes(0, 8), Scenes(10, 5)), "Ulm": (Scenes(1, 8), Empty(11, 5))}
+    source = ClientDatasets(clients, OwnLoss("map", "max"), collate_fn=listed, batch_size=4)
+    _, record, _ = fit(module=Measuring(), source=source)
+    own = {row["client"]: row["test/map"] for row in record.clients}
+    # a module without the metric may mean -1
+    assert own[0] == (0.5 if measures else -1) and (math.isnan(own[1]) if measures else own[1] == -1)
+    assert record.summary["final"]["test/map"] == own[0]
 
 
 def test_a_run_is_kept_and_goes_on(tmp_path):

@@ -78,7 +78,7 @@ def test_predictions_for_a_client_s_test_rows_give_its_test_accuracy(method, tmp
     assert {client: values["acc"] for client, values in run.test().items()} == tested
 
 
-NEED_SAMPLES = {"Per-FedAvg", "FedBABU", "GPFL", "kNN-Per", "pFedFDA", "FedALA", "FedFomo", "IFCA"}
+NEED_SAMPLES = {"PeFLL", "Per-FedAvg", "FedBABU", "GPFL", "kNN-Per", "pFedFDA", "FedALA", "FedFomo", "IFCA"}
 """Methods whose clients' models are made from the clients' samples."""
 
 

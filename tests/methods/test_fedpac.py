@@ -226,7 +226,7 @@ def test_statistics_are_those_of_the_received_body_on_the_training_samples():
             close(statistics["means"][c], row, 1e-6)
         model = make_client(net=noisy).eval()
         model.load_state_dict(update["weights"])
-        expected = class_means(model.net.features, part, part.y.unique().tolist(), CLASSES)
+        expected = class_means(model.net.features, run.data.client(client), CLASSES)
         assert update["prototypes"].keys() == expected.keys()
         for c, row in expected.items():
             close(update["prototypes"][c], row, 1e-6)
@@ -238,7 +238,7 @@ def test_a_class_without_a_global_prototype_is_drawn_to_the_client_s_own():
     weights = run.federation.aggregator.download(0)["weights"]
     globally = {1: torch.ones(HIDDEN)}
     client.receive({}, {"weights": weights, "prototypes": globally}, data)
-    own = class_means(client.net.features, data.train, data.classes, CLASSES)
+    own = class_means(client.net.features, data, CLASSES)
     assert client.prototypes.known.all() and torch.equal(client.prototypes.vectors[1], globally[1])
     close(client.prototypes.vectors[[0, 2]], torch.stack([own[0], own[2]]), 1e-6)
     for payload, its_data in (({}, data), (globally, None)):

@@ -487,6 +487,42 @@ def fedadmm(log, rho, previous, optimizer=None, step=None):
     return End(theta, kept=kept | ({"last": {k: w[k] for k in log.seen}} if previous == "own" else {}))
 
 
+BASES = {"momentum": {"beta1": 0.6}, "adam": {"beta1": 0.6, "beta2": 0.8, "epsilon": 0.01}}
+
+
+@replays(m.MimeLite, servers.MimicAverage, id="mimelite", local_epochs=2, server=BASES["momentum"])
+@replays(m.MimeLite, servers.MimicAverage, id="mimelite-adam", server=BASES["adam"] | {"weighting": "samples"})
+@replays(m.Mime, servers.ControlledAverage, id="mime", server=BASES["momentum"] | {"weighting": "samples"})
+@replays(m.Mime, servers.ControlledAverage, id="mime-adam", local_epochs=2, server=BASES["adam"])
+def mime(log, beta1, beta2=None, epsilon=None, weighting="uniform"):
+    """Karimireddy et al., 2020, Algorithm 1 and its table of optimizers, as FedJAX takes its steps in turn.
+
+    Mime's mean gradient is of the round before, in which nobody trains; Adam's first round finds v alone.
+    """
+    x, first, v = log.start, torch.zeros_like(log.start), None
+    n, c = log.n if weighting == "samples" else None, None
+    controlled = isinstance(log.run.model, m.Mime)
+    for t, cohort in log.rounds():
+        if not controlled or t % 2 == 0:
+            c = mean({k: slope(cross_entropy, x, *log.train(k)) for k in cohort}, n)
+        if controlled and t % 2 == 0:
+            continue
+        ends = {}
+        for k in cohort:
+            y = x
+            for a, b in log.batches(t, k):
+                g = slope(cross_entropy, y, a, b)
+                g = g - slope(cross_entropy, x, a, b) + c if controlled else g
+                u = (1 - beta1) * g + beta1 * first
+                if beta2 is not None:
+                    u = 0 * u if v is None else u / (epsilon + v.sqrt())
+                y = y - LR * u
+            ends[k] = y
+        x, first = mean(ends, n), beta1 * first + (1 - beta1) * c
+        v = (1 - beta2) * c**2 + beta2 * (0 if v is None else v) if beta2 is not None else None
+    return End(x, server={"m": first} | ({} if v is None else {"v": v}))
+
+
 @replays(m.QFedAvg, servers.FairAverage, server={"q": 0.7})
 def q_fedavg(log, q):
     """Li et al., 2020, Algorithm 2, with L = 1 / LR; clients count equally."""
@@ -499,6 +535,68 @@ def q_fedavg(log, q):
             above = above + F_k**q * change
             below = below + q * F_k ** (q - 1) * change @ change + L * F_k**q
         x = x - above / below
+    return End(x)
+
+
+@replays(m.AFL, servers.AgnosticAverage, id="afl", server={"step": 0.8, "ascent": "exponential"}, near=1e-6)
+@replays(m.AFL, servers.AgnosticAverage, id="afl-2019", server={"step": 0.3, "ascent": "projected"}, near=1e-6)
+def afl(log, step, ascent):
+    """Ro et al., 2021, or with sums Mohri et al., 2019, with each client as a domain; losses are sent in float32.
+
+    FedJAX's and easyFL's rules where all come; here the weights of clients that are away stay.
+    """
+    x, own = log.start, torch.full((len(log.n),), 1 / len(log.n), dtype=torch.float64)
+    for t, cohort in log.rounds():
+        losses = torch.stack([cross_entropy(x, *log.train(k)) for k in cohort])
+        shares = own[cohort]
+        x = mean({k: sgd(x, log.batches(t, k)) for k in cohort}, {k: float(own[k]) for k in cohort})
+        if ascent == "exponential":
+            up = shares * (step * losses).exp()
+            own[cohort] = up / up.sum() * shares.sum()
+        else:
+            ranked = sorted((shares + step * losses).tolist(), reverse=True)
+            cuts = [(sum(ranked[: i + 1]) - float(shares.sum())) / (i + 1) for i in range(len(ranked))]
+            cut = [cut for each, cut in zip(ranked, cuts, strict=True) if each > cut][-1]
+            own[cohort] = (shares + step * losses - cut).clamp_min(0)
+    return End(x, server={"lambda": own})
+
+
+@replays(
+    m.FedAvg,
+    servers.FedMGDA,
+    server={"server_lr": 0.4, "epsilon": 0.1, "decay": 0.8, "weighting": "samples"},
+    near=1e-10,
+)
+@replays(
+    m.FedAvg,
+    servers.FedMGDA,
+    id="fedmgda-free",
+    server={"server_lr": 0.4, "epsilon": 1.0, "decay": 1.0, "weighting": "uniform"},
+    near=1e-10,
+)
+def fedmgda(log, server_lr, epsilon, decay, weighting):
+    """Hu et al., 2022, as easyFL has it; the least weights by trying which of them are at which bound."""
+    x = log.start
+    for t, cohort in log.rounds():
+        ways = torch.stack([x - sgd(x, log.batches(t, k)) for k in cohort])
+        ways = ways / ways.norm(dim=1, keepdim=True)
+        n = torch.tensor([float(log.n[k]) if weighting == "samples" else 1.0 for k in cohort], dtype=torch.float64)
+        low, high = (n / n.sum() - epsilon).clamp_min(0), (n / n.sum() + epsilon).clamp_max(1)
+        best = None
+        for places in itertools.product("<>-", repeat=len(cohort)):
+            free = torch.tensor([place == "-" for place in places])
+            w = torch.where(torch.tensor([place == "<" for place in places]), low, high)
+            if free.any():
+                own, rest = ways[free], (w * ~free) @ ways
+                # Lagrange: own @ (own.T @ u + rest) = price for all of them, of the sum that is left
+                system = torch.cat([own @ own.T, torch.ones(len(own), 1).double()], 1)
+                system = torch.cat([system, torch.cat([torch.ones(1, len(own)), torch.zeros(1, 1)], 1).double()])
+                right = torch.cat([-own @ rest, 1 - (w * ~free).sum().view(1)])
+                w = w.masked_scatter(free, torch.linalg.solve(system, right)[:-1])
+            fits = (w >= low - 1e-12).all() and (w <= high + 1e-12).all() and (w.sum() - 1).abs() < 1e-12
+            if fits and (best is None or (w @ ways).norm() < (best @ ways).norm()):
+                best = w
+        x = x - server_lr * decay**t * best @ ways
     return End(x)
 
 
@@ -664,6 +762,72 @@ def fedbn(log):
             own[k], y[k] = ({name: trained[name] for name in part} for part in (own[k], x))
         x = mean(y, log.n)
     return End(vector(x), kept={"net.features.1": {k: vector(own[k]) for k in log.seen}})
+
+
+@replays(m.FedMRL, own={"omega": 0.7})
+def fedmrl(log, omega):
+    """Yi et al., 2024: the shared net's classifier reads the first numbers of a projection of all features.
+
+    Here, as officially, the shared net is as wide as a client's own, so that the first numbers are all of them.
+    """
+
+    def projected(p, a):
+        h = [linear(p, f"net.{part}features.0", a).tanh() for part in ("small.", "")]
+        return linear(p, "net.projection", torch.cat(h, 1))
+
+    def loss(p, a, b):
+        z = projected(p, a)
+        own, small = (F.cross_entropy(linear(p, f"net.{part}classifier", z), b) for part in ("", "small."))
+        return own + omega * small
+
+    kept = log.everybody({name: t for name, t in log.entries.items() if "small" not in name})
+    x = {name: t for name, t in log.entries.items() if name not in kept[0]}
+    for t, cohort in log.rounds():
+        y = {}
+        for k in cohort:
+            p = x | kept[k]
+            for batch in log.batches(t, k):
+                p = step(p, LR, loss, *batch)
+            kept[k], y[k] = {name: p[name] for name in kept[k]}, {name: p[name] for name in x}
+        x = mean(y, log.n)
+    tested = {k: (x | kept[k], log.split(k, "test")[0]) for k in log.seen}
+    return End(
+        vector(x),
+        kept={name: {k: kept[k][name] for k in log.seen} for name in kept[0]},
+        outputs={k: linear(p, "net.classifier", projected(p, a)) for k, (p, a) in tested.items()},
+    )
+
+
+@replays(m.LGMix, servers.MixedChanges, server={"weighting": "samples"})
+@replays(m.LGMix, servers.MixedChanges, id="lg-mix-uniform", local_epochs=2, server={"weighting": "uniform"})
+def lg_mix(log, weighting):
+    """Jiang et al., 2024: a client's model moves by its own change and the mean, mixed by traces of covariances.
+
+    The official code leaves the smallest eigenvalue out of each trace, and all clients take part.
+    """
+
+    def trace(h):
+        h = torch.cat(h)
+        return (h - h.mean(0)).square().sum() / len(h)
+
+    common, own, shares = log.start, {}, defaultdict(list)
+    for t, cohort in log.rounds():
+        changes = {}
+        for k in cohort:
+            w = own.setdefault(k, common)
+            spread, known = [], []
+            for a, b in log.batches(t, k):
+                spread.append(features(w, a))
+                known.append(features(common, a))
+                w = sgd(w, [(a, b)])
+            changes[k] = w - own[k]
+            shares[k].append(trace(spread) / (trace(spread) + trace(known)))
+        both = mean(changes, log.n if weighting == "samples" else None)
+        for k in cohort:
+            share = sum(shares[k]) / len(shares[k])
+            own[k] = own[k] + share * changes[k] + (1 - share) * both
+        common = common + both
+    return End(common, sent={k: own.get(k, common) for k in log.everybody(0)})
 
 
 @replays(m.GPFL, own={"magnitude": 0.2, "decay": 0.05})

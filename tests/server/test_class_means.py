@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 from federations import (
     CLASSES,
     FEATURES,
+    OneClient,
     Shuffled,
     blobs,
     equal,
@@ -23,11 +24,11 @@ from federations import (
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
 from pfl_lightning.aggregators import ClassMeans, CwFedAvg
-from pfl_lightning.data import Samples
+from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import detached
 from pfl_lightning.methods import FedAvg, Local
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
-from pfl_lightning.methods.class_vectors import ClassVectors, class_means
+from pfl_lightning.methods.class_vectors import ClassVectors, class_means, class_table
 from pfl_lightning.methods.feature_alignment import FeatureAlignment
 from pfl_lightning.methods.feddistill import FedDistill
 from pfl_lightning.methods.fedpac import PACClient
@@ -43,11 +44,16 @@ def family(function):
 # A client's means
 
 
+def of_one(x, y):
+    return ClientData(OneClient(Samples(x, y)), 0)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 1024])
 def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
     monkeypatch.setattr(Samples, "chunks", partialmethod(Samples.chunks, chunk))
+    monkeypatch.setattr(OneClient, "num_classes", 2 * CLASSES)
     x, y = points(20, seed=4)
-    means = class_means(torch.sin, Samples(x, y * 2), [0, 2, 4], 2 * CLASSES)
+    means = class_means(torch.sin, of_one(x, y * 2), 2 * CLASSES)
     assert list(means) == [0, 2, 4]
     for c, mean in means.items():
         torch.testing.assert_close(mean, x[y * 2 == c].sin().mean(0))
@@ -55,15 +61,25 @@ def test_class_means_by_hand_in_chunks_of_any_size(monkeypatch, chunk):
 
 def test_class_means_of_one_sample_are_its_value():
     x, y = points(1, seed=0)
-    assert equal(class_means(lambda x: 3 * x, Samples(x, y), y.tolist(), CLASSES), {int(y): 3 * x[0]})
+    assert equal(class_means(lambda x: 3 * x, of_one(x, y), CLASSES), {int(y): 3 * x[0]})
 
 
 def test_class_means_keep_the_type_and_sum_in_a_wide_one():
-    part = Samples(torch.ones(1000, 2), torch.zeros(1000, dtype=torch.int64))
-    (mean,) = class_means(lambda x: (1.01 * x).bfloat16(), part, [0], 1).values()
+    data = of_one(torch.ones(1000, 2), torch.zeros(1000, dtype=torch.int64))
+    (mean,) = class_means(lambda x: (1.01 * x).bfloat16(), data, CLASSES).values()
     assert mean.dtype == torch.bfloat16 and torch.equal(mean, torch.full((2,), 1.01).bfloat16())
-    (mean,) = class_means(lambda x: x.double() / 3, part, [0], 1).values()
+    (mean,) = class_means(lambda x: x.double() / 3, data, CLASSES).values()
     assert mean.dtype == torch.float64 and torch.allclose(mean, torch.ones(2).double() / 3, rtol=0, atol=1e-12)
+
+
+def test_a_table_has_zeros_for_absent_classes_as_class_vectors_have():
+    x, y = points(9, seed=4)
+    means, present = class_table(torch.sin, of_one(x[y != 1], y[y != 1]), CLASSES)
+    assert present.tolist() == [True, False, True] and not means[1].any()
+    table, other = ClassVectors(CLASSES, FEATURES), ClassVectors(CLASSES, FEATURES)
+    table.put(means + ~present[:, None], present)
+    other.take(class_means(torch.sin, of_one(x[y != 1], y[y != 1]), CLASSES))
+    assert torch.equal(table.vectors, other.vectors) and torch.equal(table.known, other.known)
 
 
 def test_class_vectors_are_rebuilt_and_no_part_of_a_client_s_state():

@@ -42,7 +42,7 @@ from tasks_and_data import Kind, OfKind, client_of, drawn, kinds, labels
 
 TASKS = [
     *(Classification(3), Regression(2), MultiLabel(4), Segmentation(3, 255), NextToken(7)),
-    *(Survival(), Poisson(2), Quantile(2, (0.05, 0.5)), Segmentation(3, metrics=["dice", "dice_1"])),
+    *(Survival(), Poisson(2), Quantile(2, (0.05, 0.5)), Segmentation(3, metrics=["dice", "dice_1"], dice_weight=1.0)),
 ]
 
 
@@ -173,6 +173,54 @@ def test_dice_is_the_f1_of_each_class(shape):
     assert math.isnan(values["dice_3"])
     assert values["dice"] == pytest.approx((expected[1] + expected[2]) / 2, rel=1e-5)
     assert task.monitor == "dice" and set(task.pooled()) == set(values)
+
+
+def dice_by_hand(logits, target, ignored):
+    """The mean soft Dice of the classes but the background in one sample, pixel by pixel."""
+    shares = []
+    for k in range(1, logits.shape[0]):
+        both = predicted = actual = 0.0
+        for place in zip(*(target != ignored).nonzero(as_tuple=True), strict=True):
+            chance = logits[(slice(None), *place)].softmax(0)[k].item()
+            is_k = float(target[place] == k)
+            both, predicted, actual = both + chance * is_k, predicted + chance, actual + is_k
+        shares.append((2 * both + 1e-5) / (predicted + actual + 1e-5))
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 3, 5, 4)])
+def test_the_loss_of_dice_is_a_mean_over_samples_by_their_counted_pixels(shape):
+    y, outputs = labels(*shape, classes=4), drawn(shape[0], 4, *shape[1:])
+    # the first sample has fewer pixels, and lacks class 3
+    y[0][y[0] == 3] = 255
+    pixels = (y != 255).flatten(1).sum(1)
+    dice = [dice_by_hand(*sample, 255) for sample in zip(outputs, y, strict=True)]
+    expected = sum((1 - each) * int(count) for each, count in zip(dice, pixels, strict=True))
+    plain, task = Segmentation(4, 255), Segmentation(4, 255, dice_weight=0.5)
+    for reduction, size in (("sum", 1), ("mean", int(pixels.sum()))):
+        own = task.loss(outputs, y, reduction) - plain.loss(outputs, y, reduction)
+        assert own.item() == pytest.approx(0.5 * expected / size, rel=1e-4)
+    # batches add up, as evaluations and engines assume
+    parts = sum(task.loss(outputs[k : k + 1], y[k : k + 1], "sum") for k in range(shape[0]))
+    assert parts.item() == pytest.approx(task.loss(outputs, y, "sum").item(), rel=1e-5)
+    assert torch.equal(Segmentation(4, 255, dice_weight=0).loss(outputs, y), plain.loss(outputs, y))
+
+
+def test_the_loss_of_dice_of_a_class_without_a_pixel():
+    y = torch.zeros(1, 2, 2, dtype=torch.int64)
+    task = Segmentation(2, dice_weight=1.0)
+    sure = torch.tensor([40.0, -40.0]).view(1, 2, 1, 1).expand(1, 2, 2, 2)
+    # neither there nor predicted is right, and predicted without being there is wrong
+    assert task.loss(sure, y).item() == pytest.approx(0, abs=1e-4)
+    assert (task.loss(-sure, y) - Segmentation(2).loss(-sure, y)).item() == pytest.approx(1, abs=1e-4)
+    # nothing counts
+    assert task.loss(sure, torch.full_like(y, -100), "sum").item() == 0
+
+
+@pytest.mark.parametrize(("settings", "message"), [((3, -1.0), "must be 0 or more"), ((1, 1.0), "2 or more")])
+def test_weights_of_dice_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(MisconfigurationException, match=rf"^task\.dice_weight={settings[1]} .*{message}"):
+        Segmentation(settings[0], dice_weight=settings[1])
 
 
 @pytest.mark.parametrize("metrics", [(), ("dice", "dice"), ("dice_3",), ("acc",)])

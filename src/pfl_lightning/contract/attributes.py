@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from pfl_lightning.client import ClientModule
 from pfl_lightning.client.common import common_parameters
@@ -210,7 +211,7 @@ class Leaks(Attributes):
         owners = {
             f"{self.method}.{path}".rstrip("."): m
             for path, m in module.named_modules()
-            if not type(m).__module__.startswith(("torch.", "torchvision.", "torchmetrics."))
+            if not (isinstance(m, Metric) or type(m).__module__.startswith(("torch.", "torchvision.", "torchmetrics.")))
         }
         # A net may hold a wrapper of its own layers, such as a PeftModel, and under vmap these have other tensors.
         super().__init__(owners, ENGINES_OWN, self._is_entry, set(module.modules()))

@@ -1,6 +1,6 @@
 """The samples of one client, gathered on first access."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol, cast, get_args
 from weakref import WeakSet
@@ -100,6 +100,13 @@ class ClientData:
     def size(self, split: Split) -> int:
         """Return the number of samples in a split, without gathering the split."""
         return self.source.size(self.client, split)
+
+    def labelled_chunks(self) -> Iterator[tuple[Tree, Tensor]]:
+        """Yield inputs and class numbers of the training samples, some at a time; a number of -1 counts for no class.
+
+        Hooks for many clients at once read samples by this alone, where -1 marks the filling of smaller clients.
+        """
+        return cast("Iterator[tuple[Tree, Tensor]]", self.train.chunks())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ClientData":
         """Return the same client on another device, or ``self`` if device and type are the same.

@@ -332,7 +332,7 @@ class Federation(LightningModule):
             self.data.adopt({}, [])
         self.data.go_to(max(1, self.round))
         self.client.check_optimizers(cast(int, self.trainer.max_epochs) if self.is_fitting else 0)
-        rounds = rounds_of(self.options, self.trainer, self.data.num_clients, self.aggregator)
+        rounds = rounds_of(self.options, self.trainer, self.data.num_clients, self.aggregator, self.data)
         self.settings = settings_of(self.client_modules, self.aggregator, self.data, rounds)
         if self.seed is not None:
             if self.data is not self._met:
@@ -616,7 +616,7 @@ class Federation(LightningModule):
         self.trained["partition"] = fingerprint(self.data)
         self.options.cohort.sizes = self.sizes(range(clients), "train")
         # cohorts count a share of all clients, which a resumed run compares
-        rounds = rounds_of(self.options, self.trainer, clients, self.aggregator)
+        rounds = rounds_of(self.options, self.trainer, clients, self.aggregator, self.data)
         self.settings = settings_of(self.client_modules, self.aggregator, self.data, rounds)
         self.trained["settings"] = self.settings
 

@@ -19,7 +19,7 @@ from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.optimizers import Configured
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.data.preprocessing import RANGE
-from pfl_lightning.federation.options import FederationOptions
+from pfl_lightning.federation.options import FederationOptions, by_client
 from pfl_lightning.internals.of_lightning import COMMAND_LINE_NOTES
 from pfl_lightning.internals.of_torch import LAST_RATES
 from pfl_lightning.server.base import Aggregator
@@ -89,8 +89,18 @@ def client_settings(architectures: Sequence[ClientModule], rounds: Settings) -> 
     }
 
 
-def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, aggregator: Aggregator) -> Settings:
-    """Return the Trainer's settings with an influence on a round's result."""
+def rounds_of(
+    options: FederationOptions, trainer: Trainer, num_clients: int, aggregator: Aggregator, data: FederatedDataModule
+) -> Settings:
+    """Return the Trainer's settings with an influence on a round's result.
+
+    Args:
+        options: the Trainer's settings of a federation.
+        trainer: the Trainer.
+        num_clients: number of clients.
+        aggregator: the server side.
+        data: the clients' data, whose names are those of settings by client.
+    """
     clip: Settings = {"gradient_clip_val": options.gradient_clip_val or None}
     if options.gradient_clip_val:
         clip["gradient_clip_algorithm"] = options.gradient_clip_algorithm
@@ -99,8 +109,10 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
         "schedule": options.schedule,
         # Resolved values, so that 0.5 of 10 clients equals 5, and local_epochs=None equals 1.
         "clients_per_round": f"{options.cohort_size(num_clients)} of {num_clients}",
-        "local_epochs": None if options.local_steps is not None else as_told(options.local_epochs or 1),
-        "lr_factors": as_told(options.lr_factors),
+        "local_epochs": None
+        if options.local_steps is not None
+        else of_clients("local_epochs", options.local_epochs, data) or 1,
+        "lr_factors": of_clients("lr_factors", options.lr_factors, data),
         "local_steps": options.local_steps,
         "steps_continue": options.steps_continue,
         "accumulate_grad_batches": options.accumulate_grad_batches,
@@ -123,13 +135,20 @@ def rounds_of(options: FederationOptions, trainer: Trainer, num_clients: int, ag
     }
 
 
-def as_told(value: Any) -> Any:
-    """Return a setting by client as a text, and a number or None as it is.
+def of_clients(name: str, value: Any, data: FederatedDataModule) -> Any:
+    """Return a setting as a list with each client's number, or as one value where all clients have the same.
 
     Args:
-        value: a number, a mapping or a list.
+        name: the setting.
+        value: a number, None, a mapping in any order and by names or ids, or a list.
+        data: the clients' data.
     """
-    return str(value) if isinstance(value, (dict, list)) else value
+    own = by_client(name, value, data)
+    numbers = [float(own.get(client, 1)) for client in range(data.num_clients)]
+    if not own:
+        return None if isinstance(value, Mapping) else value
+    # of all alike, as if the number had been given; a factor of 1 is none
+    return numbers if len(set(numbers)) > 1 else None if numbers[0] == 1 else numbers[0]
 
 
 def attacks_of(trainer: Trainer) -> list[str]:

@@ -45,7 +45,7 @@ def settings_told(
         data: the data module, of the server or of a site; only how it makes batches counts.
     """
     client = modules[0]
-    rounds = rounds_of(trainer.rounds, trainer, max(1, data.num_clients), aggregator)
+    rounds = rounds_of(trainer.rounds, trainer, max(1, data.num_clients), aggregator, data)
     local = {name: value for name, value in rounds.items() if name not in BY_SERVER}
     metrics = metrics_of(client)
     settings = {

@@ -16,6 +16,7 @@ from pfl_lightning.methods import (  # noqa: F401
     feddisco,
     fedexp,
     fedlaw,
+    fedmgda,
     fedopt,
     fedrema,
     fedtgp,
@@ -26,6 +27,7 @@ from pfl_lightning.methods import (  # noqa: F401
     pfedsim,
 )
 from pfl_lightning.methods.adaptive_fedprox import AdaptiveFedProx
+from pfl_lightning.methods.afl import AFL
 from pfl_lightning.methods.alternate_training import AlternateAlignment, AlternateTraining
 from pfl_lightning.methods.apfl import APFL
 from pfl_lightning.methods.apple import APPLE
@@ -64,6 +66,7 @@ from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
 from pfl_lightning.methods.fedmd import FedMD
+from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
 from pfl_lightning.methods.fednova import FedNova
 from pfl_lightning.methods.fedntd import FedNTD
@@ -97,10 +100,13 @@ from pfl_lightning.methods.ifca import IFCA
 from pfl_lightning.methods.knn_per import KNNPer
 from pfl_lightning.methods.kt_pfl import KnowledgeTransfer
 from pfl_lightning.methods.lg_fedavg import LGFedAvg
+from pfl_lightning.methods.lg_mix import LGMix
 from pfl_lightning.methods.local import Local
 from pfl_lightning.methods.mifa import MIFA
+from pfl_lightning.methods.mime import Mime, MimeLite
 from pfl_lightning.methods.moon import MOON
 from pfl_lightning.methods.mr_mtl import MRMTL
+from pfl_lightning.methods.pefll import PeFLL
 from pfl_lightning.methods.per_fedavg import PerFedAvg
 from pfl_lightning.methods.perfcl import PerFCL
 from pfl_lightning.methods.pfedfda import PFedFDA
@@ -114,6 +120,7 @@ from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
 
 __all__ = [
+    "AFL",
     "APFL",
     "APPLE",
     "CCVR",
@@ -167,6 +174,7 @@ __all__ = [
     "FedLC",
     "FedLESAM",
     "FedMD",
+    "FedMRL",
     "FedNTD",
     "FedNova",
     "FedPCL",
@@ -191,13 +199,17 @@ __all__ = [
     "KNNPer",
     "KnowledgeTransfer",
     "LGFedAvg",
+    "LGMix",
     "Local",
+    "Mime",
+    "MimeLite",
     "NormalizedHead",
     "PACClient",
     "PFedFDA",
     "PFedGraph",
     "PFedHN",
     "PFedMe",
+    "PeFLL",
     "PerFCL",
     "PerFedAvg",
     "Pooled",

@@ -1,13 +1,12 @@
 """Vectors by class, such as prototypes: a client's own class means, and the server's vectors during a round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from pfl_lightning.data import Samples
+from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Updates
 from pfl_lightning.server.class_means import check_one_width
 
@@ -58,6 +57,17 @@ class ClassVectors(nn.Module):
         vectors.copy_(torch.cat(rows).view_as(vectors))
         known.copy_(torch.cat([yes if c in received else no for c in range(len(known))]))
 
+    @torch.no_grad()
+    def put(self, vectors: Tensor, known: Tensor) -> None:
+        """Replace all vectors by a table.
+
+        Args:
+            vectors: ``[C, d]``.
+            known: ``[C]``; whether a class has a vector, without which its row counts as zero.
+        """
+        self.vectors.copy_(torch.where(known[:, None], vectors, 0))
+        self.known.copy_(known)
+
     def forward(self, target: Tensor, default: Tensor) -> Tensor:
         """Return the vector of each sample's class, or the default where the class has none.
 
@@ -72,37 +82,44 @@ class ClassVectors(nn.Module):
 
 
 @torch.no_grad()
-def class_means(
-    function: Callable[[Tensor], Tensor], part: Samples, classes: Sequence[int], num_classes: int
-) -> ClassMessage:
-    r"""Return the mean of a function over the samples of each class, :math:`\frac{1}{n_c} \sum_{i: y_i = c} f(x_i)`.
+def class_table(function: Callable[[Tensor], Tensor], data: ClientData, num_classes: int) -> tuple[Tensor, Tensor]:
+    r"""Return the mean of a function over a client's training samples of each class, and whether there are any.
 
-    >>> part = Samples(torch.tensor([[1.0], [3.0], [4.0]]), torch.tensor([0, 0, 2]))
-    >>> class_means(lambda x: 10 * x, part, classes=[0, 2], num_classes=3)
-    {0: tensor([20.]), 2: tensor([40.])}
+    .. math:: \frac{1}{n_c} \sum_{i: y_i = c} f(x_i)
 
     Args:
         function: maps inputs ``[n, *input_shape]`` to vectors ``[n, d]``, each row from its own input alone, as a net
             in evaluation mode does.
-        part: the samples, on the function's device, at least one.
-        classes: the classes of the samples; given, because reading them from the labels would wait for the device.
-        num_classes: number of all classes.
+        data: the client's data, on the function's device, with at least one training sample.
+        num_classes: number of all classes C.
 
     Returns:
-        A vector for each of ``classes``, by class number.
+        Means ``[C, d]``, zero for absent classes, and the presence of classes ``[C]``.
     """
     sums, counts = [], []
-    for x, y in part.chunks():
+    for x, y in data.labelled_chunks():
         values = function(x)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         # a matrix product, because index_add_ on a GPU adds in any order; unlike indexing by a mask, it waits for no
         # count
-        members = F.one_hot(y, num_classes)
+        members = y[:, None] == torch.arange(num_classes, device=y.device)
         sums.append(members.to(wide.dtype).T @ wide)
         counts.append(members.sum(0))
     count = torch.stack(counts).sum(0)
-    means = (torch.stack(sums).sum(0) / count.clamp_min(1)[:, None]).to(values.dtype)
-    return {c: means[c] for c in classes}
+    return (torch.stack(sums).sum(0) / count.clamp_min(1)[:, None]).to(values.dtype), count > 0
+
+
+def class_means(function: Callable[[Tensor], Tensor], data: ClientData, num_classes: int) -> ClassMessage:
+    """Return the means of `class_table` for the client's classes, by class number.
+
+    Args:
+        function: as for `class_table`.
+        data: likewise.
+        num_classes: likewise.
+    """
+    means, _ = class_table(function, data, num_classes)
+    # from the data, because reading the presence of classes would wait for the device
+    return {c: means[c] for c in data.classes}
 
 
 def stacked(updates: Updates, entry: str) -> tuple[Tensor, Tensor]:

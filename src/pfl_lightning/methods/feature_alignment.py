@@ -85,11 +85,10 @@ class FeatureAlignment(ClientModule):
         distances: Tensor = torch.linalg.vector_norm(features - aim, dim=1)
         return loss + self.align_lambda * distances.mean()
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and the client's own prototypes."""
-        return super().upload(data) | {
-            "prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)
-        }
+        return super().upload(data) | {"prototypes": class_means(self.net.features, data, self.num_classes)}
 
     def configure_aggregator(self) -> Aggregator:
         """Return an average of models by samples, and an unweighted one of prototypes."""

@@ -94,9 +94,7 @@ class FedAS(PersonalNet, FedPer):
             return
         # in its first round a client has no last model: no class has an aim, and the alignment adds nothing
         known = data is not None and bool(self.has_personal) and len(data.train) > 0
-        self.aims.take(
-            class_means(self.personal.features, data.train, data.classes, self.num_classes) if known and data else {}
-        )
+        self.aims.take(class_means(self.personal.features, data, self.num_classes) if known and data else {})
 
     def local_phases(self) -> list[Phase]:
         """Align the feature extractor, then train everything."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.class_vectors import ClassVectors, class_means
@@ -66,9 +67,10 @@ class FedDistill(Local):
         # a class without other clients has an all-zero target, which adds nothing to the cross-entropy
         return loss + self.gamma * F.cross_entropy(logits, self.outputs.vectors[target])
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return :math:`F_k`, the mean output for each of the client's classes."""
-        return {"outputs": class_means(self._output, data.train, data.classes, self.num_classes)}
+        return {"outputs": class_means(self._output, data, self.num_classes)}
 
     def _output(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(x)

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.optim import SGD
 
 from pfl_lightning.client import CLASSIFIER, ClientModule
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, detached
 from pfl_lightning.methods.class_vectors import class_means, stacked
@@ -37,9 +38,10 @@ class FedGH(LGFedAvg):
     sends = frozenset({"prototypes"})
     offers = frozenset()
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the mean features of the client's classes."""
-        return {"prototypes": class_means(self.net.features, data.train, data.classes, self.num_classes)}
+        return {"prototypes": class_means(self.net.features, data, self.num_classes)}
 
     def configure_aggregator(self) -> Aggregator:
         """Return a server with a trained classifier."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_lightning.client import ClientModule, ClientSettings
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
 from pfl_lightning.methods.class_vectors import class_means
@@ -90,6 +91,7 @@ class NormalizedHead(ClientModule):
             raise MisconfigurationException(f"model.scale={scale} must be above 0, such as 1 or 20.")
         self.net.classifier = CosineClassifier(feature_size(self.net), self.num_classes, scale, learn_scale)
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, and on request the direction of each class, by class number."""
         update = super().upload(data)
@@ -97,7 +99,7 @@ class NormalizedHead(ClientModule):
             return update
         # the server has the prototypes, and moves them itself; no need to send them
         del update["weights"][PROTOTYPES]
-        means = class_means(lambda x: F.normalize(self.net.features(x)), data.train, data.classes, self.num_classes)
+        means = class_means(lambda x: F.normalize(self.net.features(x)), data, self.num_classes)
         return update | {"directions": {c: F.normalize(mean, dim=0) for c, mean in means.items()}}
 
     def configure_aggregator(self) -> Aggregator:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pfl_lightning.client import Phase, in_classifier
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.alternate_training import AlternateAlignment
-from pfl_lightning.methods.class_vectors import ClassVectors, class_means
+from pfl_lightning.methods.class_vectors import ClassVectors, class_table
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
 from pfl_lightning.nets import feature_size
 from pfl_lightning.server import Aggregator, AggregatorList, ClassMeans, Server, WeightedAverage
@@ -65,12 +66,13 @@ class PACClient(AlternateAlignment):
         # mu_c, and E[||h||^2 | c] in the last column, by the received feature extractor
         self.own = ClassVectors(self.num_classes, feature_size(self.net) + 1)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model and the prototypes, and before training compute the client's statistics."""
         super().on_download(payload, data)
         if data is None or not self.training_follows:
             return
-        self.own.take(class_means(self._features_and_square, data.train, data.classes, self.num_classes))
+        self.own.put(*class_table(self._features_and_square, data, self.num_classes))
         if payload["prototypes"]:
             # the own mean where the server has no prototype of the class
             classes = torch.arange(self.num_classes, device=self.device)
@@ -89,6 +91,7 @@ class PACClient(AlternateAlignment):
                 group["lr"] = self.head_lr
         return optimizer
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the model, the prototypes, and the statistics from before training."""
         update = super().upload(data)
@@ -100,7 +103,7 @@ class PACClient(AlternateAlignment):
         Args:
             data: the client's data.
         """
-        n = len(data.train)
+        n = data.size("train")
         pi = data.class_counts.to(self.own.vectors) / n
         means = pi[:, None] * self.own.vectors[:, :-1]
         # rounding can make a difference of squares negative

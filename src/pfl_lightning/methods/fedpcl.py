@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
-from pfl_lightning.methods.class_vectors import ClassVectors, class_means
+from pfl_lightning.methods.class_vectors import ClassVectors, class_table
 from pfl_lightning.methods.local import Local
 from pfl_lightning.nets import feature_size
 from pfl_lightning.server import Aggregator, ClassMeans, Server
@@ -110,14 +111,13 @@ class FedPCL(Local):
         # by `where` and not by `if`, so that many clients can run at once
         return torch.where(self.has.any(), logits, self.net(x))
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the client's prototypes, and keep them."""
-        means = class_means(self.normalized, data.train, data.classes, self.num_classes)
-        table = ClassVectors(*self.own.shape).to(self.own)
-        table.take(means)
-        self.own.copy_(table.vectors)
-        self.has.copy_(table.known)
-        return {"prototypes": means}
+        means, present = class_table(self.normalized, data, self.num_classes)
+        self.own.copy_(means)
+        self.has.copy_(present)
+        return {"prototypes": {c: means[c] for c in data.classes}}
 
     def configure_aggregator(self) -> Aggregator:
         """Return the tables of all clients, and their mean."""

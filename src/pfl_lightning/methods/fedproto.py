@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_lightning.client import Forward
+from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message
 from pfl_lightning.methods.feature_alignment import AlignmentSettings, FeatureAlignment
@@ -69,6 +70,7 @@ class FedProto(FeatureAlignment, Local):
         """Return the logits with distances that other programs compute too."""
         return Forward(self, partial(self.logits, squares=quick_squares))
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the client's prototypes, and class counts on request."""
         return super().upload(data) | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})

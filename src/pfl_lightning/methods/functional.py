@@ -1,10 +1,14 @@
 """Losses and gradients of a net at given weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from pfl_lightning.client import Batch, ClientModule
+from pfl_lightning.client.common import trained_parameters
+from pfl_lightning.data import Samples
 from pfl_lightning.internals.of_torch import is_wrapped
 from pfl_lightning.messages import StateDict
 from pfl_lightning.nets import Net
@@ -21,8 +25,36 @@ def loss_at(client: ClientModule, net: Net, entries: StateDict, batch: Batch) ->
         batch: inputs and targets.
     """
     x, target = batch
-    features = functional_call(net.features, within("features.", entries), (x,))
-    return client.loss(features, functional_call(net.classifier, within("classifier.", entries), (features,)), target)
+    features = called(net, "features", entries, x)
+    return client.loss(features, called(net, "classifier", entries, features), target)
+
+
+def called(net: nn.Module, part: str, entries: StateDict, x: Any) -> Any:
+    """Return the output of a part of a net, with some of the net's entries replaced.
+
+    A parameter with several names is replaced under all of them, by the entry of its first name.
+
+    Args:
+        net: the net.
+        part: the part's name, or an empty one for all of the net.
+        entries: parameters and buffers, by their first names in the net.
+        x: the part's input.
+    """
+    module, prefix = net.get_submodule(part), f"{part}." if part else ""
+    own = within(prefix, entries)
+    first = {id(parameter): name for name, parameter in net.named_parameters()}
+    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    if len(first) < len(names):
+        others = {name: entry for name, entry in own.items() if prefix + name not in names}
+        # Each module once: of two changes at one place, as of a layer that a net has twice, functional_call puts the
+        # first back in place of the parameter, and its own tie_weights makes both.
+        places = [
+            (f"{path}.{name}".removeprefix("."), first[id(parameter)])
+            for path, each in module.named_modules()
+            for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        own = others | {place: entries[name] for place, name in places if name in entries}
+    return functional_call(module, own, (x,), tie_weights=False)
 
 
 def gradient_at(client: ClientModule, weights: StateDict, batch: Batch) -> StateDict:
@@ -48,6 +80,26 @@ def gradient_at(client: ClientModule, weights: StateDict, batch: Batch) -> State
         loss = objective({name: constant.requires_grad_() for name, constant in constants.items()}, buffers)
     slopes = torch.autograd.grad(loss, list(constants.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(constants, slopes, strict=True))
+
+
+def mean_gradient(client: ClientModule, part: Samples) -> StateDict:
+    """Return the gradient of the mean task loss of some samples at the net's weights, by the parameter's name in it.
+
+    Args:
+        client: the client module, in evaluation mode.
+        part: the samples, on the module's device; without any, the gradient is 0.
+    """
+
+    def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
+        return client.task_loss(called(client.net, "", weights, x), y, "sum") / total
+
+    total = client.task.weight(part.y)
+    weights = {name: parameter.detach() for name, parameter in trained_parameters(client, "net").items()}
+    if not len(part):
+        return {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    # chunk by chunk: the loss is a sum over chunks, divided by the number of all targets
+    gradients = [grad(objective)(weights, x, y) for x, y in part.chunks()]
+    return {name: torch.stack([each[name] for each in gradients]).sum(0) for name in weights}
 
 
 def trainable(net: nn.Module) -> StateDict:

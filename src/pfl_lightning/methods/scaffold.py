@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad
 from torch.nn.utils import parameters_to_vector
 
 from pfl_lightning.client import ClientModule, ClientSettings
 from pfl_lightning.client.at_once import at_once
 from pfl_lightning.client.common import trained_parameters
-from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.data import ClientData
+from pfl_lightning.messages import Message, Updates, weighted_mean
+from pfl_lightning.methods.functional import mean_gradient
 from pfl_lightning.server import Aggregator, Mean, Server, WeightedAverage
 from pfl_lightning.server.means.base import check_models_alone
 from pfl_lightning.settings import Unpack
@@ -73,24 +73,7 @@ class ControlVariates(ClientModule):
         self.correction.copy_(payload["control"]).sub_(self.own)
         self.received.copy_(self.vector())
         if self.option == "I" and data is not None and self.training_follows:
-            self.gradient.copy_(self.mean_gradient(data.train))
-
-    def mean_gradient(self, part: Samples) -> Tensor:
-        """Return the gradient of the mean loss of some samples ``[P]``.
-
-        Args:
-            part: the samples.
-        """
-
-        def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
-            return self.task_loss(functional_call(self.net, weights, (x,)), y, "sum") / total
-
-        total = self.task.weight(part.y)
-
-        weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
-        # chunk by chunk: the loss is a sum over chunks, divided by the number of all targets
-        gradients = [parameters_to_vector(grad(objective)(weights, x, y).values()) for x, y in part.chunks()]
-        return torch.stack(gradients).sum(0)
+            self.gradient.copy_(parameters_to_vector(mean_gradient(self, data.train).values()))
 
     def loss(self, features: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         """Return the task's loss, with the corrected gradient."""

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -341,6 +342,8 @@ class Measurement:
                     "several in on_validation_epoch_end."
                 )
         values = {name: float(value) for name, value in found.items()}
+        if body.gives_minus_one:
+            values = {name: math.nan if value == -1 else value for name, value in values.items()}
         return values if self.has_loss else {"loss": math.nan} | values
 
     def _hook(self, hook: str) -> None:
@@ -425,6 +428,10 @@ class Body(nn.Module):
         for metric in self.metrics:
             # a rank has clients of its own, so nothing is reduced over ranks; bool() is False
             metric.distributed_available_fn = bool
+        # only a module that has the metric has imported its file, which isn't read here for all others
+        of_boxes = getattr(sys.modules.get("torchmetrics.detection.mean_ap"), "MeanAveragePrecision", ())
+        self.gives_minus_one = any(isinstance(each, of_boxes) for each in self.metrics)
+        """Whether -1 stands for an undefined value, as mean average precision has it without any object."""
 
     def has(self, hook: str) -> bool:
         """Return whether the LightningModule overrides a hook.

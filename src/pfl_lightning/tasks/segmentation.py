@@ -1,5 +1,6 @@
 """Segmentation: one class per pixel of an image, or per voxel of a volume."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,13 @@ from torchmetrics import Metric, MetricCollection
 from pfl_lightning.tasks.base import Reduction, Task, check_range, check_shape, described, log_mean
 from pfl_lightning.tasks.class_metrics import Confusion
 
+SMOOTH = 1e-5
+"""nnU-Net's number in numerator and denominator of a soft Dice, by which a class absent from both has 1."""
+
 
 @dataclass(frozen=True)
 class Segmentation(Task):
-    r"""One of several classes per pixel: cross-entropy, with ``miou``, which selects, and ``pixel_acc``.
+    r"""One of several classes per pixel: cross-entropy, or with Dice, with ``miou``, which selects, and ``pixel_acc``.
 
     Targets are class numbers ``[n, H, W]``, int64, or ``[n, D, H, W]`` of volumes; outputs are logits
     ``[n, num_classes, H, W]``, or ``[n, num_classes, D, H, W]``.
@@ -25,18 +29,34 @@ class Segmentation(Task):
     the background. ``pixel_acc`` is the share of correct pixels. All are counted over a client's pixels together; NaN
     where undefined.
 
+    With ``dice_weight`` :math:`w`, the loss is the cross-entropy plus :math:`w (1 - D)`. In a sample with probabilities
+    :math:`q_{ik}` and targets :math:`y_{ik}`, 1 at pixels i of class k and 0 elsewhere, D is the mean over the classes
+    from 1 up of
+
+    .. math:: \frac{2 \sum_i q_{ik} y_{ik} + \varepsilon}{\sum_i q_{ik} + \sum_i y_{ik} + \varepsilon},
+        \quad \varepsilon = 10^{-5},
+
+    over the counted pixels. A class absent from a sample pulls its probabilities there towards 0. Samples are weighted
+    by their counted pixels, like in the cross-entropy. With 1 this is nnU-Net's loss without deep supervision and with
+    ``batch_dice`` off, up to the constant 1.
+
+    Source: Isensee et al., 2021 (https://doi.org/10.1038/s41592-020-01008-z).
+
     Args:
         num_classes: number of classes.
         ignore_index: target of pixels that don't count.
         metrics: names of an evaluation's metrics, at least one; the first selects the best round.
+        dice_weight: :math:`w`, 0 (cross-entropy alone) or more, such as 1.
 
     Raises:
-        MisconfigurationException: if a metric is unknown or named twice.
+        MisconfigurationException: if a metric is unknown or named twice, or a weight is negative, or has no class but
+            the background.
     """
 
     num_classes: int
     ignore_index: int = -100
     metrics: tuple[str, ...] = ("miou", "pixel_acc")
+    dice_weight: float = 0.0
 
     mode = "max"
 
@@ -51,6 +71,13 @@ class Segmentation(Task):
                 f"task.metrics={list(names)} must be different names among {', '.join(known[:4])} and so on, up to "
                 f"{known[-1]}."
             )
+        if not 0 <= self.dice_weight < math.inf:
+            raise MisconfigurationException(f"task.dice_weight={self.dice_weight} must be 0 or more, such as 1.")
+        if self.dice_weight and self.num_classes < 2:
+            raise MisconfigurationException(
+                f"task.dice_weight={self.dice_weight} needs a class beside the background, 0: num_classes is "
+                f"{self.num_classes}, and would have to be 2 or more."
+            )
 
     @property
     def monitor(self) -> str:
@@ -63,8 +90,25 @@ class Segmentation(Task):
         return self.num_classes
 
     def loss(self, outputs: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of the counted pixels; see `Task.loss`."""
-        return F.cross_entropy(outputs, target, ignore_index=self.ignore_index, reduction=reduction)
+        """Return the cross-entropy of the counted pixels, with Dice's loss by its weight; see `Task.loss`."""
+        errors = F.cross_entropy(outputs, target, ignore_index=self.ignore_index, reduction=reduction)
+        if not self.dice_weight:
+            return errors
+        return errors + self.dice_weight * self._dice_loss(outputs, target, reduction)
+
+    def _dice_loss(self, outputs: Tensor, target: Tensor, reduction: Reduction) -> Tensor:
+        """Return one minus the samples' soft Dice, each weighted by the sample's counted pixels."""
+        counted = (target != self.ignore_index).unsqueeze(1)
+        # no one_hot, which looks at values: engines run many clients under vmap
+        classes = torch.arange(1, self.num_classes, device=target.device).view(1, -1, *[1] * (target.dim() - 1))
+        actual = (target.unsqueeze(1) == classes) & counted
+        predicted = outputs.softmax(1)[:, 1:] * counted
+        pixels = tuple(range(2, outputs.dim()))
+        both = (predicted * actual).sum(pixels)
+        shares = (2 * both + SMOOTH) / (predicted.sum(pixels) + actual.sum(pixels) + SMOOTH)
+        weights = counted.flatten(1).sum(1)
+        total = ((1 - shares.mean(1)) * weights).sum()
+        return total if reduction == "sum" else total / weights.sum()
 
     def weight(self, target: Tensor) -> Tensor:
         """Return the number of counted pixels."""

@@ -88,10 +88,46 @@ def test_folders_that_are_none_of_clients_are_refused(tmp_path):
         TableData(written(tmp_path / "sites", ["Ulm"]), "ill", TASK, client="site", preprocessing="auto")
 
 
-def test_a_folder_without_a_saved_data_set_names_the_sources_that_read_one(tmp_path):
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_a_data_set_of_a_file_for_each_client(tmp_path, ending):
     pytest.importorskip("datasets", reason="needs the extra hf")
-    with pytest.raises(MisconfigurationException, match=r"TableData.*ChatData"):
-        HFData(str(written(tmp_path / "sites", ["Ulm"])), "ill", TASK)
+    writers = {
+        "jsonl": lambda table, path: table.to_json(path, orient="records", lines=True),
+        "csv": lambda table, path: table.to_csv(path, index=False),
+        "parquet": lambda table, path: table.to_parquet(path),
+    }
+    tables = {name: sales(number)[["age", "ill"]] for number, name in enumerate(["Kiel", "Bremen"])}
+    for name, table in tables.items():
+        writers[ending](table.assign(ill=[0, 1] * 20), tmp_path / f"{name}.{ending}")
+    data = HFData(str(tmp_path), "ill", TASK)
+    data.setup()
+    assert data.client_names == ["Bremen", "Kiel"]
+    for client, name in enumerate(data.client_names):
+        held = torch.cat([data.part(client, split).x for split in ("train", "val", "test")])
+        assert sorted(held.flatten().tolist()) == tables[name]["age"].tolist()
+    with pytest.raises(MisconfigurationException, match=r"data\.client='ill'.*by its name"):
+        HFData(str(tmp_path), "ill", TASK, client="ill")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("train", '{"age": 1, "ill": 0}', r"has train\.jsonl, and each file .* name files by clients"),
+        ("Ulm", '{"age": 1}', r"Ulm\.jsonl has no column 'ill'"),
+        ("Ulm", '{"age": 1, "ill": 0, "size": 2}', r"Bremen\.jsonl has no column 'size'"),
+        ("Ulm", '{"age": "old", "ill": 0}', "columns of different types"),
+        ("Ulm", "no rows", r"Ulm\.jsonl.* cannot be read"),
+    ],
+)
+def test_a_data_set_of_files_that_do_not_fit_is_refused(tmp_path, name, rows, message):
+    pytest.importorskip("datasets", reason="needs the extra hf")
+    (tmp_path / "Bremen.jsonl").write_text('{"age": 5, "ill": 1}')
+    (tmp_path / f"{name}.jsonl").write_text(rows)
+    with pytest.raises(MisconfigurationException, match=message):
+        HFData(str(tmp_path), "ill", TASK)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(MisconfigurationException, match=r"folder without tables; give one with a CLIENT\.jsonl"):
+        HFData(str(tmp_path / "none"), "ill", TASK)
 
 
 def test_a_run_on_a_folder_has_late_clients_from_another_folder(tmp_path, monkeypatch):

@@ -561,7 +561,7 @@ def test_the_command_of_the_documents_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = scaled().assign(diagnosis=np.array(["benign", "malignant"])[np.arange(COUNT) % 2])
     table.rename(columns={"shop": "hospital"}).to_csv("patients.csv", index=False)
-    text = (ROOT / "docs" / "data.md").read_text()
+    text = (ROOT / "docs" / "data" / "tables.md").read_text()
     (line,) = re.findall(r"    pfl-lightning (fit --model FedPer(?:.*\\\n)+.*)", text)
     pfl(line.replace("\\\n", " ") + f" {QUIET} --trainer.max_rounds 2")
     assert summary("FedPer-TableData/version_0")["final"]["test/acc"] >= 0

@@ -175,3 +175,13 @@ def test_nets_of_trees_are_the_user_s():
     data = ready(x={"a": X[:, :3], "b": X[:, 3:]})
     client = FedAvg(Joined, data.input_shape, task=data.task)
     assert fit(client, data, max_rounds=1).rows[-1]["train/loss"] > 0
+
+
+def test_large_quantities_are_named_with_a_way_to_scale_them():
+    y = 300_000 + torch.arange(60.0)
+    data = TensorData(torch.randn(60, 3), y, Regression(), client=[0, 1, 2] * 20)
+    with pytest.warns(UserWarning, match=r"target 'y' are around 3e\+05, .*TableData.*standardize_target"):
+        data.setup()
+    assert data.target_scale(0) is None and data.part(0, "train").y.min() >= 300_000
+    with pytest.raises(MisconfigurationException, match=r"^data\.standardize_target is a setting .*TableData"):
+        TensorData(torch.randn(60, 3), y, Regression(), client=[0, 1, 2] * 20, standardize_target="table")

@@ -1,16 +1,33 @@
 """Hooks of download and upload that run once for all clients of a block."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim import SGD
 
-from federations import blobs, equal, fit, make_client
+from federations import OneClient, blobs, equal, fit, make_client, points
 from pfl_lightning.client.at_once import at_once, runs_at_once
-from pfl_lightning.engines.vmap.block_hooks import BlockHooks, Differ, Payload
+from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.engines.vmap import block_hooks
+from pfl_lightning.engines.vmap.block_hooks import BlockData, BlockHooks, Differ, Payload
 from pfl_lightning.messages import tensors
-from pfl_lightning.methods import GPFL, MOON, FedCAC, FedLESAM, FedNTD, FedProx, PerFCL
+from pfl_lightning.methods import (
+    GPFL,
+    MOON,
+    FedCAC,
+    FedDistill,
+    FedGH,
+    FedLESAM,
+    FedNTD,
+    FedPCL,
+    FedProto,
+    FedProx,
+    NormalizedHead,
+    PACClient,
+    PerFCL,
+)
 from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
@@ -53,6 +70,29 @@ def test_results_are_those_of_one_client_after_another(method, tmp_path, runs):
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
     assert ("on_download", True) in runs
+
+
+@pytest.mark.parametrize("filled", [8192, 7])
+@pytest.mark.parametrize(
+    "method", [FedProto, PACClient, NormalizedHead, FedGH, FedDistill, FedPCL], ids=lambda m: m.__name__
+)
+@pytest.mark.by_default("PACClient-7", "FedProto-8192")
+def test_class_means_of_unequal_clients_that_lack_classes(method, filled, tmp_path, runs, monkeypatch):
+    monkeypatch.setattr(block_hooks, "FILLED", filled)
+    one, other = ends(partial(make_client, method), tmp_path, blobs(31, 12, 44, 9, by_class=True))
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert ("upload", True) in runs and ("upload", False) not in runs
+
+
+def test_a_client_is_filled_up_by_samples_of_its_own():
+    x, y = points(40, seed=1)
+    sources = [OneClient(Samples(torch.full_like(x, torch.inf), y)), OneClient(Samples(x[:8], y[:8]))]
+    members = [SimpleNamespace(data=ClientData(source, 0)) for source in sources]
+    ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
+    assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
+    assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
 
 
 class Doubled(FedProx):

@@ -4,18 +4,31 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from pfl_lightning.data.datamodule import FederatedDataModule, SplitSettings, net_inputs
+from pfl_lightning.data.division import Division
 from pfl_lightning.data.partitioners import Natural, Partitioner
+from pfl_lightning.data.preprocessing import trained_on
+from pfl_lightning.data.samples import Samples
 from pfl_lightning.data.trees import Tree, mapped, read, with_leaves
 from pfl_lightning.messages import tree_map
 from pfl_lightning.settings import Unpack
-from pfl_lightning.tasks import OwnLoss, Task
+from pfl_lightning.tasks import OwnLoss, Regression, Task
 from pfl_lightning.tasks.plain import plain
 
 RESIDENT = 2**30
 """Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
+
+
+LARGE = 100
+"""Root mean square of a regression's targets above which a warning is shown."""
+BY_SETTING = "data.standardize_target=table or client brings them to mean 0 and deviation 1 while a net learns"
+BY_TABLE = (
+    "give a data frame or a file to TableData, whose standardize_target brings targets to mean 0 and deviation 1 while "
+    "a net learns, and predictions back to their unit; or give targets in a larger unit"
+)
 
 
 class SourceSettings(SplitSettings, total=False):
@@ -52,6 +65,10 @@ class OwnedData(FederatedDataModule):
                 f"data.task={getattr(task, '__name__', repr(task))} must be a task of pfl_lightning.tasks, such as "
                 "Regression() or Classification(num_classes=10)"
             )
+        if "standardize_target" in kwargs:
+            raise MisconfigurationException(
+                f"data.standardize_target is a setting of tables, and none of {type(self).__name__}; {BY_TABLE}"
+            )
         super().__init__(num_clients=num_clients, partitioner=partitioner, **kwargs)
         self._task = task
         # without classes there is no number of classes, and the attribute stays unset
@@ -74,6 +91,18 @@ class OwnedData(FederatedDataModule):
     def task(self) -> Task:
         """The prediction task."""
         return self._task
+
+    def preprocess(self, samples: Samples, division: Division) -> Samples:
+        """Warn of quantities too large for a loss of squares; see `FederatedDataModule.preprocess`.
+
+        Args:
+            samples: the pool, as loaded.
+            division: the pool positions of each client's rows.
+        """
+        if type(self.task) is Regression and isinstance(samples.y, Tensor):
+            quantities = samples.y[trained_on(division)]
+            warn_of_targets(quantities.reshape(len(quantities), -1), ["y"], BY_TABLE)
+        return samples
 
     def transform(self, x: Tree) -> Tree:
         """Make inputs ready for the net: as in `FederatedDataModule.transform`, and in single precision.
@@ -129,3 +158,20 @@ def resident(leaf: Any, num_bytes: int) -> Any:
         num_bytes: size of all rows in memory.
     """
     return read(leaf, slice(None)) if num_bytes <= RESIDENT else leaf
+
+
+def warn_of_targets(y: Tensor, names: list[str], remedy: str) -> None:
+    """Warn if quantities are so large that squared errors make usual learning rates diverge.
+
+    Args:
+        y: targets of training rows, shape [n, quantities].
+        names: names of the quantities, or one for all.
+        remedy: a way to bring them nearer to 1, for the message.
+    """
+    sizes = y.double().square().mean(0).sqrt().tolist()
+    size, name = max(zip(sizes, names * len(sizes), strict=False), default=(0, ""))
+    if size > LARGE:
+        rank_zero_warn(
+            f"data: values of target {name!r} are around {size:.3g}, and training by squared errors of such a size may "
+            f"diverge; {remedy}."
+        )

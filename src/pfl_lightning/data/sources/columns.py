@@ -234,23 +234,27 @@ def read_table(
         raise MisconfigurationException(f"data.path={str(path)!r} cannot be read ({reason}); give a table") from None
 
 
-def client_files(path: Path) -> dict[str, Path]:
+def client_files(
+    path: Path, setting: str = "data.path", endings: Sequence[str] = (".csv", ".parquet")
+) -> dict[str, Path]:
     """Return the tables of a folder with one for each client, by the client's name.
 
     Args:
         path: the folder.
+        setting: the setting that gives the folder, for messages.
+        endings: endings of tables.
 
     Raises:
         MisconfigurationException: if there is no table, two of one client, or one is named like a split.
     """
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (".csv", ".parquet") and file.name[0] != "."]
-    owner = f"data.path={str(path)!r}"
+    files = [file for file in sorted(path.iterdir()) if file.suffix in endings and file.name[0] != "."]
+    owner = f"{setting}={str(path)!r}"
     if not files:
         raise MisconfigurationException(
-            f"{owner} is a folder without tables; give one with a CLIENT.csv for each client"
+            f"{owner} is a folder without tables; give one with a CLIENT{endings[0]} for each client"
         )
-    if len(endings := {file.suffix for file in files}) > 1:
-        raise MisconfigurationException(f"{owner} has files of {' and '.join(sorted(endings))}; give files of one kind")
+    if len(kinds := {file.suffix for file in files}) > 1:
+        raise MisconfigurationException(f"{owner} has files of {' and '.join(sorted(kinds))}; give files of one kind")
     if named := [file.name for file in files if file.stem.lower() in SPLITS]:
         raise MisconfigurationException(
             f"{owner} has {named[0]}, and each file of such a folder is a client's; name files by clients, and "

@@ -12,7 +12,7 @@ from torch import Tensor
 from pfl_lightning.data.datamodule import DataSettings
 from pfl_lightning.data.samples import Loaded
 from pfl_lightning.data.sources.base import OwnedData, resident, targets_of
-from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, package
+from pfl_lightning.data.sources.columns import check_finite_column, chosen_columns, client_files, package
 from pfl_lightning.settings import Unpack
 from pfl_lightning.tasks import Task
 
@@ -28,12 +28,14 @@ class HFData(OwnedData):
 
     Args:
         dataset: a ``datasets.Dataset``, the folder of a saved one, or a ``.parquet``, ``.arrow``, ``.csv``, ``.json``
-            or ``.jsonl`` file.
+            or ``.jsonl`` file; or a folder with a ``CLIENT.jsonl``, ``CLIENT.csv`` or ``CLIENT.parquet`` for each
+            client, whose clients are named by files.
         target: column of the target.
         task: the prediction task.
         features: columns of the inputs: one column of sequences of one length or of images, or several columns of
             numbers, which become single precision unless all are integers; None takes all other columns.
-        client: column of each row's client; None under another partitioner than `Natural`.
+        client: column of each row's client; None under another partitioner than `Natural`, and for a folder with a
+            file for each client.
         time: column of each row's time.
         split_column: column of ``train``, ``val`` or ``test``.
         **kwargs: settings of `FederatedDataModule`; ``root`` and ``download`` have no effect.
@@ -54,7 +56,12 @@ class HFData(OwnedData):
         **kwargs: Unpack[DataSettings],
     ) -> None:
         super().__init__(task, **kwargs)
-        self._dataset = local_dataset(dataset)
+        self._dataset, self._owners = with_owners(dataset)
+        if self._owners is not None and client is not None:
+            raise MisconfigurationException(
+                f"data.client={client!r}: each file of the folder data.dataset={str(dataset)!r} is a client's, by its "
+                "name; leave the column out"
+            )
         there = self._dataset.column_names
         named = {"client": client, "split_column": split_column, "time": time}
         self._columns, (self._target, *_) = chosen_columns(there, features, target, **named)
@@ -77,6 +84,8 @@ class HFData(OwnedData):
             name: None if column is None else list(self._dataset.with_format(None)[column])
             for name, column in self._others.items()
         }
+        if self._owners is not None:
+            columns["client"] = self._owners
         return Loaded(resident(self._leaf, len(self._leaf) * self._leaf[np.arange(1)].nbytes), targets_of(y), **columns)
 
 
@@ -117,6 +126,45 @@ class ArrowRows:
         if any(tensor.is_floating_point() for tensor in tensors):
             return torch.stack([tensor.float() for tensor in tensors], dim=1)
         return torch.from_numpy(np.stack(arrays, axis=1))
+
+
+def with_owners(dataset: Any) -> tuple[Any, list[str] | None]:
+    """Return a data set, and the client of each row if it is given as a folder with a file for each client.
+
+    Args:
+        dataset: a ``datasets.Dataset``, or a path.
+
+    Raises:
+        MisconfigurationException: if a file can't be read or has no rows, or files differ in their columns.
+    """
+    path = Path(str(dataset))
+    datasets = package("datasets", "hf", "HFData")
+    is_folder = not isinstance(dataset, datasets.Dataset) and path.is_dir()
+    if not is_folder or any((path / name).is_file() for name in SAVED):
+        return local_dataset(dataset), None
+    files = client_files(path, "data.dataset", (".jsonl", ".csv", ".parquet"))
+    parts = {name: local_dataset(file) for name, file in files.items()}
+    first = next(iter(parts))
+    for name, part in parts.items():
+        if not len(part):
+            raise MisconfigurationException(
+                f"data.dataset={str(path)!r}: {files[name].name} has no rows; give at least one, or remove the file"
+            )
+        if odd := sorted({*part.column_names} ^ {*parts[first].column_names}):
+            lacking = name if odd[0] in parts[first].column_names else first
+            raise MisconfigurationException(
+                f"data.dataset={str(path)!r}: {files[lacking].name} has no column {odd[0]!r}, and another file has; "
+                "give all files the same columns"
+            )
+    try:
+        whole = datasets.concatenate_datasets([*parts.values()])
+    # a column of texts in one file and of numbers in another, for which pyarrow raises many types
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        raise MisconfigurationException(
+            f"data.dataset={str(path)!r} has files with columns of different types ({reason}); give all the same types"
+        ) from None
+    return whole, [name for name, part in parts.items() for _ in range(len(part))]
 
 
 def local_dataset(dataset: Any, setting: str = "data.dataset", owner: str = "HFData") -> Any:

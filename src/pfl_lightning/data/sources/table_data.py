@@ -42,7 +42,7 @@ from pfl_lightning.data.preprocessing import (
     warn_of_ranges,
 )
 from pfl_lightning.data.samples import Loaded, Samples
-from pfl_lightning.data.sources.base import OwnedData, targets_of
+from pfl_lightning.data.sources.base import BY_SETTING, OwnedData, targets_of, warn_of_targets
 from pfl_lightning.data.sources.columns import (
     NAMELESS,
     OWNER,
@@ -74,8 +74,6 @@ from pfl_lightning.tasks import MultiLabel, Regression, Task
 
 UNLIKE = 1000
 """Ratio of two columns' widths above which a warning is shown."""
-LARGE = 100
-"""Root mean square of a regression's targets above which a warning is shown."""
 MOMENTS = ("mean", "deviation")
 """Names of a column's fitted numbers, with ``target_`` before them for a target."""
 TargetRows: TypeAlias = Literal["table", "client"] | Mapping[str, Sequence[float]] | None
@@ -753,7 +751,7 @@ class TableData(OwnedData):
         rows, columns = self._target_rows, y.view(len(y), -1)
         if rows is None:
             if type(self.task) is Regression:
-                warn_of_targets(columns[trained_on(division)], self._targets)
+                warn_of_targets(columns[trained_on(division)], self._targets, BY_SETTING)
             return y
         by: Literal["table", "client"] = "client" if rows == "client" else "table"
         known = {name: self.adopted[f"target_{name}"] for name in MOMENTS if f"target_{name}" in self.adopted}
@@ -1283,22 +1281,6 @@ def warn_of_scales(widths: NDArray[np.float64], names: Sequence[str]) -> None:
             f"data: column {names[high]!r} varies by {float(widths[high]):.3g} and column {names[low]!r} by "
             f"{float(widths[low]):.3g}, and a net learns little from columns of such different scales; "
             "data.standardize=table or client brings them to one."
-        )
-
-
-def warn_of_targets(y: Tensor, names: Sequence[str]) -> None:
-    """Warn if quantities are so large that squared errors make usual learning rates diverge.
-
-    Args:
-        y: targets of training rows, shape [n, quantities].
-        names: names of the columns.
-    """
-    sizes = y.double().square().mean(0).sqrt().tolist()
-    size, name = max(zip(sizes, names, strict=True))
-    if size > LARGE:
-        rank_zero_warn(
-            f"data: values of target {name!r} are around {size:.3g}, and training by squared errors of such a size may "
-            "diverge; data.standardize_target=table or client brings them to mean 0 and deviation 1 while a net learns."
         )
 
 

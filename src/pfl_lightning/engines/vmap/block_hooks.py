@@ -1,6 +1,7 @@
 """Run a method's own hooks of download and upload for a whole block of clients in one call."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.data import ClientData, whole_of
 from pfl_lightning.data.client_data import counts_of
+from pfl_lightning.data.streamed import Streamed
+from pfl_lightning.data.trees import Tree, take
 from pfl_lightning.engines.base import AnyClient, ClientState, Job
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member
@@ -24,8 +28,11 @@ from pfl_lightning.internals.of_torch import (
 )
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, tensors, tree_map
 from pfl_lightning.nets.lightning_net import LightningNet
+from pfl_lightning.tasks.base import number_of_classes
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
+FILLED = 8192
+"""Samples of all clients in one pass of a hook, with the filling of smaller clients."""
 CLASS_WEIGHTS = "_class_weights"
 """Buffer of a client's own weights of classes."""
 
@@ -131,6 +138,10 @@ class Place:
         self.index = index
 
 
+class ClassNumber(int):
+    """A class number as a key in an update of many clients, of which each client keeps the classes that it has."""
+
+
 class BlockData(AnyClient):
     """The part of clients' data for hooks under ``vmap``; each look at other parts raises.
 
@@ -148,6 +159,30 @@ class BlockData(AnyClient):
     def class_counts(self) -> Tensor:
         """Number of training samples of each class ``[num_classes]``, of each client."""
         return self._row(counts_of([member.data for member in self._members]))
+
+    @property
+    def classes(self) -> list[int]:
+        """All classes, for the keys of an update; see `ClassNumber`."""
+        return [ClassNumber(c) for c in range(number_of_classes(self._members[0].data.task, "a class"))]
+
+    def labelled_chunks(self) -> Iterator[tuple[Tree, Tensor]]:
+        """Yield inputs and class numbers of all clients' training samples, some at a time, -1 for filling.
+
+        Raises:
+            ReadsClient: if samples are read one batch after another.
+        """
+        clients = [member.data for member in self._members]
+        sizes = torch.tensor([data.size("train") for data in clients])
+        if isinstance(clients[0].train, Streamed):
+            self._refuse()
+        whole = whole_of(clients, "train")
+        begins, device = sizes.cumsum(0) - sizes, whole.y.device
+        for numbers in torch.split(torch.arange(int(sizes.max())), max(1, FILLED // len(clients))):
+            own = numbers < sizes[:, None]
+            # filled up by the client's first sample, of which its net makes numbers as finite as of others
+            places = (begins[:, None] + torch.where(own, numbers, 0)).flatten().to(device)
+            x, y = tree_map(partial(stacked_rows, len(clients)), (take(whole.x, places), take(whole.y, places)))
+            yield tree_map(self._row, x), self._row(torch.where(own.to(device), y, -1))
 
     def size(self, split: Any) -> Tensor:
         """Return each client's number of samples in a split, on the CPU.
@@ -286,6 +321,7 @@ class BlockHooks:
                 stack = sent.setdefault(tuple(weights), Stack({name: whole[name] for name in weights}))
                 del update["weights"]
             for row, of_client in enumerate(rows_of_tree(update, len(members)), rows.start):
+                of_client = with_own_classes(of_client, block.members[row].data)
                 updates.append(of_client if stack is None else {"weights": Row(stack, row)} | of_client)
         self._tell(told)
         return updates
@@ -370,6 +406,27 @@ class BlockHooks:
             for at in flags.nonzero().flatten().tolist():
                 self.sequential.set_turn(members[at].job, members[at].steps)
                 rank_zero_warn(text(*(float(number[at]) for number in numbers)))
+
+
+def stacked_rows(clients: int, tensor: Tensor) -> Tensor:
+    """Return a tensor with the samples of all clients, each with as many, as a stack ``[clients, n, ...]``."""
+    return tensor.view(clients, -1, *tensor.shape[1:])
+
+
+def with_own_classes(record: Any, data: ClientData) -> Any:
+    """Return a client's part of an update without the classes that the client lacks.
+
+    Args:
+        record: the part, where keys may be `ClassNumber`.
+        data: the client's data.
+    """
+    if not isinstance(record, dict):
+        return record
+    return {
+        int(key) if type(key) is ClassNumber else key: with_own_classes(value, data)
+        for key, value in record.items()
+        if type(key) is not ClassNumber or int(key) in data.classes
+    }
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:
