@@ -43,7 +43,7 @@ CASES = {
     **{f"{name}-gpt2": (kind, "gpt2", PLAIN, {}) for name, kind in OF_ADAPTERS.items()},
     **{
         f"{name}-{model}-ranks": (OF_ADAPTERS[name], model, FOURS, {"ranks": [1, 4, 2]})
-        for name in ("HetLoRA", "FlexLoRA", "FLoRA")
+        for name in ("HetLoRA", "FlexLoRA", "LoRA-SVD", "FLoRA")
         for model in ("llama", "gpt2")
     },
     **{

@@ -16,7 +16,7 @@ from sweeps import swept
 
 # the loss of pairs of views takes images alone; FedNova and others refuse optimizers that live on
 OWN = {"FedClassAvg": {"contrastive": False}, "FedNova": {"optimizer_lifetime": "round"}}
-OWN |= dict.fromkeys(("Dis-PFL", "FlexLoRA", "FLoRA", "RoLoRA"), OWN["FedNova"])
+OWN |= dict.fromkeys(("Dis-PFL", "FlexLoRA", "FLoRA", "LoRA-SVD", "RoLoRA"), OWN["FedNova"])
 """Settings that methods want."""
 
 

@@ -68,5 +68,5 @@ def test_the_engines_agree(folder, method, model):
 def test_the_sweep_has_every_method_of_adapters():
     assert {method.name for method in OF_ADAPTERS} >= {
         *("FedIT", "FFA-LoRA", "FedSA-LoRA", "RoLoRA", "FlexLoRA", "HetLoRA", "FedEx-LoRA", "FLoRA"),
-        *("FedDPA", "FedALT"),
+        *("FedDPA", "FedALT", "Fed-SB", "LoRA-SVD"),
     }

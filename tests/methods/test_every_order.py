@@ -28,7 +28,7 @@ CLIENTS = {
     "FedMD": {"initial_epochs": 2, "distill_batch_size": 4},
     "FedRep": {"head_epochs": 2},
     "FedSelect": {"every": 1},
-    "FlexLoRA": {"ranks": [1, 2]},
+    **{name: {"ranks": [1, 2]} for name in ("FlexLoRA", "LoRA-SVD")},
     "FLoRA": {"ranks": [1, 2]},
     "HetLoRA": {"ranks": [1, 2]},
     "KT-pFL": {"max_epochs": 2, "distill_batch_size": 4},
@@ -49,7 +49,7 @@ SERVERS = {
 """Servers in place of the method's own, for the same reasons."""
 ROUND = {"optimizer_lifetime": "round"}
 RUNS = {
-    **dict.fromkeys(("Dis-PFL", "FedNova", "FlexLoRA", "FLoRA", "RoLoRA"), ROUND),
+    **dict.fromkeys(("Dis-PFL", "FedNova", "FlexLoRA", "FLoRA", "LoRA-SVD", "RoLoRA"), ROUND),
     "FedBABU": {"evaluate": "before"},
     "FedBABU, both": {"evaluate": "both"},
     "FedRep": {"evaluate": "before"},

@@ -3,14 +3,29 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
 
-from federations import Shuffled, blobs, drawn_update, equal, fit, make_client, noisy, plain, same_end, set_up
+from federations import (
+    Shuffled,
+    Spy,
+    blobs,
+    drawn_update,
+    equal,
+    fit,
+    make_client,
+    near,
+    noisy,
+    plain,
+    same_end,
+    set_up,
+)
 from peft_nets import peft_net
 from pfl_lightning import WeightedAverage
 from pfl_lightning.aggregators import AdapterAverage
-from pfl_lightning.methods import FedAvg, FedIT
+from pfl_lightning.methods import FedAvg, FedDPA, FedIT
 from pfl_lightning.nets import Adapted
-from pfl_lightning.server.adapters import pairs
+from pfl_lightning.server.adapters import is_second, pairs
 
 ADAPTED = partial(Adapted, net=noisy, rank=2, alpha=3.0)
 
@@ -48,6 +63,55 @@ def test_the_order_of_clients_changes_nothing():
     settings = {"clients_per_round": 3, "max_rounds": 2}
     make = partial(make_client, FedIT, net=noisy)
     assert same_end(fit(make(), **settings), fit(make(), engine=Shuffled, **settings))
+
+
+def test_one_rate_for_both_factors_is_plain_lora_bit_for_bit():
+    assert same_end(fit(make_client(FedIT, net=noisy)), fit(make_client(partial(FedIT, rate_ratio=1.0), net=noisy)))
+
+
+@pytest.mark.parametrize("method", [FedIT, FedDPA])
+def test_with_two_rates_sgd_moves_b_by_as_much_more_and_a_not_in_the_first_step(method):
+    # at B = 0 the gradient of A is 0
+    make = partial(make_client, optimizer=partial(SGD, lr=0.1))
+    spies = [Spy(), Spy()]
+    for ratio, spy in zip((1.0, 16.0), spies, strict=True):
+        fit(make(partial(method, rate_ratio=ratio)), local_epochs=None, local_steps=1, max_rounds=1, callbacks=[spy])
+    for client, update in spies[0].updates[0].items():
+        other = spies[1].updates[0][client]["weights"]
+        for name, tensor in update["weights"].items():
+            torch.testing.assert_close(other[name], tensor * (16 if is_second(name) else 1))
+
+
+def test_two_rates_are_those_of_pefts_loraplus():
+    optimizers = pytest.importorskip("peft.optimizers", reason="needs the extra lm")
+    client = FedIT(peft_net, (6,), 3, optimizer=partial(AdamW, lr=0.01, weight_decay=0.0), rate_ratio=16.0)
+    trained = [p for p in client.parameters() if p.requires_grad]
+    ours = client.local_optimizer(client.local_phases()[0], trained)
+    theirs = optimizers.create_loraplus_optimizer(client.net, AdamW, lr=0.01, loraplus_lr_ratio=16.0)
+    # peft counts vectors of the whole net as B, such as the head's bias
+    matrices = {id(p) for p in trained if p.dim() > 1}
+    rates = [
+        {id(p): group["lr"] for group in made.param_groups for p in group["params"] if id(p) in matrices}
+        for made in (ours, theirs)
+    ]
+    assert rates[0] == rates[1] and set(rates[0].values()) == {0.01, 0.16}
+
+
+def test_the_engines_agree_on_two_rates_with_a_schedule_and_living_moments():
+    settings = {
+        "optimizer": partial(AdamW, lr=0.01),
+        "lr_scheduler": partial(ExponentialLR, gamma=0.5),
+        "optimizer_lifetime": "run",
+    }
+    make = partial(make_client, partial(FedIT, rate_ratio=8.0), net=noisy, **settings)
+    alone, together = (fit(make(), engine=engine) for engine in ("sequential", "vectorised"))
+    assert near(dict(alone.weights), dict(together.weights)) and near(alone.test(), together.test())
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_ratio_out_of_range_is_refused_by_name(ratio):
+    with pytest.raises(MisconfigurationException, match=r"model\.rate_ratio="):
+        make_client(partial(FedIT, rate_ratio=ratio))
 
 
 def test_a_net_without_adapters_is_refused_by_its_name():

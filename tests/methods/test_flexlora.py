@@ -49,6 +49,22 @@ def test_it_is_the_best_approximation_of_the_mean_product():
     assert server.aggregate({}, 1) == {} and server.state == before
 
 
+def test_balanced_factors_have_the_same_product_and_one_size():
+    model = make_client(HetLoRA)
+    updates = {client: drawn_update(model, client, size=10) for client in (0, 2, 3)}
+    server = set_up(ProductAverage(weighting="uniform", balanced=True), model)
+    server.aggregate(updates, 0)
+    for pair in pairs(updates[0]["weights"]):
+        # the transpose's decomposition, as APPFL takes it
+        mean = sum(u["weights"][pair.b] @ u["weights"][pair.a] for u in updates.values()) / 3
+        u, s, v = torch.linalg.svd(mean.T, full_matrices=False)
+        expected = ((u[:, :2] * s[:2].sqrt()) @ (s[:2].sqrt()[:, None] * v[:2])).T
+        a, b = server.state["weights"][pair.a], server.state["weights"][pair.b]
+        torch.testing.assert_close(b @ a, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(a @ a.T, torch.diag(s[:2]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(b.T @ b, torch.diag(s[:2]), atol=1e-4, rtol=1e-4)
+
+
 def test_products_that_fit_into_the_rank_are_exact():
     model = make_client(HetLoRA)
     one = drawn_update(model, 0)

@@ -36,6 +36,34 @@ def test_clients_train_and_send_their_own_rank(engine, optimizer):
     assert [int(run.federation.clients[k].personal["rank"]) for k in range(4)] == [1, 2, 1, 2]
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_ranks_by_the_number_of_samples(engine):
+    spy, make = Spy(), partial(HetLoRA, samples_per_rank=10)
+    run = fit(make_client(make), blobs(9, 25, 40), engine=engine, max_rounds=1, callbacks=[spy])
+    sizes = [int(spy.updates[0][k]["num_samples"]) for k in range(3)]
+    expected = [min(max(n // 10, 1), 2) for n in sizes]
+    assert [int(run.federation.clients[k].personal["rank"]) for k in range(3)] == expected
+    assert set(expected) == {1, 2}
+
+
+def test_ranks_by_memory_are_the_largest_that_fit():
+    client = make_client(HetLoRA)
+    numbers = sum(client.get_parameter(name).numel() for pair in client.pairs for name in (pair.a, pair.b))
+    whole = 16 * numbers / 2**20
+    given = make_client(partial(HetLoRA, adapter_mib=[whole, 0.99 * whole, 1e-9, 100.0]))
+    assert given.ranks == [2, 1, 1, 2]
+    fit(given, max_rounds=1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"samples_per_rank": 0}, {"adapter_mib": []}, {"adapter_mib": [0.0]}, {"ranks": [1], "samples_per_rank": 5}],
+)
+def test_rules_of_ranks_out_of_range_are_refused_by_name(rule):
+    with pytest.raises(MisconfigurationException, match=rf"model\.{max(rule)}="):
+        make_client(partial(HetLoRA, **rule))
+
+
 def test_the_engines_agree():
     make = partial(make_client, partial(HetLoRA, ranks=[1, 2]), net=noisy)
     alone, together = (fit(make(), engine=engine) for engine in ("sequential", "vectorised"))

@@ -2,6 +2,7 @@
 
 from pfl_lightning.client.adapter_folders import export_adapters, save_adapters
 from pfl_lightning.client.at_once import at_once
+from pfl_lightning.client.benchmarks import merge_adapters, run_tasks
 from pfl_lightning.client.generation import answers, scores
 from pfl_lightning.client.module import Batch, ClientModule, ClientSettings, Forward
 from pfl_lightning.client.phases import CLASSIFIER, Phase, everything, in_body, in_classifier
@@ -19,6 +20,8 @@ __all__ = [
     "export_adapters",
     "in_body",
     "in_classifier",
+    "merge_adapters",
+    "run_tasks",
     "save_adapters",
     "scores",
 ]

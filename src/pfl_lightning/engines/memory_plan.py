@@ -103,8 +103,8 @@ def weightless(module: nn.Module) -> Iterator[None]:
             for name, entry in table.items():
                 if entry is None:
                     continue
-                # flags and counters stay real, as methods look at them
-                with mode if entry.is_floating_point() else nullcontext():
+                # flags and counters stay real, as methods look at them, but not weights held in bytes
+                with mode if entry.is_floating_point() or entry.dtype == torch.int8 else nullcontext():
                     table[name] = memo.setdefault(id(entry), emptied(entry))
     try:
         yield

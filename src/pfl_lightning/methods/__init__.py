@@ -82,6 +82,7 @@ from pfl_lightning.methods.fedrod import FedRoD
 from pfl_lightning.methods.fedrs import FedRS
 from pfl_lightning.methods.fedsa_lora import FedSALoRA
 from pfl_lightning.methods.fedsam import FedSAM
+from pfl_lightning.methods.fedsb import FedSB
 from pfl_lightning.methods.fedselect import FedSelect
 from pfl_lightning.methods.fedsr import FedSR
 from pfl_lightning.methods.feduv import FedUV
@@ -187,6 +188,7 @@ __all__ = [
     "FedRoD",
     "FedSALoRA",
     "FedSAM",
+    "FedSB",
     "FedSR",
     "FedSelect",
     "FedUV",

@@ -10,12 +10,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client import Batch
 from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
 from pfl_lightning.methods.feddpa import key, rows_like
-from pfl_lightning.methods.fedit import FedIT
+from pfl_lightning.methods.fedit import AdapterSettings, FedIT
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.server import Aggregator, ModelPool, Server
@@ -49,7 +49,7 @@ class FedALT(FedIT):
 
     needs = frozenset({"rest"})
 
-    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+    def __init__(self, *args: Any, **kwargs: Unpack[AdapterSettings]) -> None:
         super().__init__(*args, **kwargs)
         names = self.state_dict()
         self.pairs = pairs(names)

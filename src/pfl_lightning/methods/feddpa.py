@@ -8,11 +8,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfl_lightning.client import Batch, ClientSettings, Phase
+from pfl_lightning.client import Batch, Phase
 from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict
-from pfl_lightning.methods.fedit import AdapterAverage, FedIT
+from pfl_lightning.methods.fedit import AdapterAverage, AdapterSettings, FedIT
 from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.server import Aggregator
 from pfl_lightning.server.adapters import pairs
@@ -39,7 +39,7 @@ class FedDPA(FedIT):
 
     Args:
         local_weight: a, from 0 to 1; 0 is `FedIT` with equal clients, bit for bit.
-        **kwargs: the arguments of `FedAvg`.
+        **kwargs: the arguments of `FedIT`.
 
     Raises:
         MisconfigurationException: if ``local_weight`` is out of its range.
@@ -50,7 +50,7 @@ class FedDPA(FedIT):
 
     has_own: Tensor
 
-    def __init__(self, *args: Any, local_weight: float = 0.5, **kwargs: Unpack[ClientSettings]) -> None:
+    def __init__(self, *args: Any, local_weight: float = 0.5, **kwargs: Unpack[AdapterSettings]) -> None:
         super().__init__(*args, **kwargs)
         if not 0 <= local_weight <= 1:
             raise MisconfigurationException(

@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.func import functional_call
 
-from pfl_lightning.client import Batch, ClientSettings
+from pfl_lightning.client import Batch
 from pfl_lightning.messages import CPU, StateDict, Updates
-from pfl_lightning.methods.fedit import AdapterAverage, FedIT
+from pfl_lightning.methods.fedit import AdapterAverage, AdapterSettings, FedIT
 from pfl_lightning.methods.frozen import Frozen
 from pfl_lightning.methods.functional import loss_at
 from pfl_lightning.server import Aggregator, Server, Weighting
@@ -36,14 +36,14 @@ class FedExLoRA(FedIT):
     rank grows with rounds and clients up to the layer's, and then takes as much room as the layer or more. Beside
     weights of half precision its outputs differ from the client's by the rounding of :math:`W_0 + R`. The official code
     adds the residual's transpose, which is right for GPT-2's Conv1D alone; here a layer has its own orientation. Takes
-    the arguments of `FedAvg`.
+    the arguments of `FedIT`.
     Source: Singhal et al., 2024 (https://arxiv.org/abs/2410.09432), with its official code.
 
     Raises:
         MisconfigurationException: if frozen weights are in no floating type, such as those of a quantised model.
     """
 
-    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+    def __init__(self, *args: Any, **kwargs: Unpack[AdapterSettings]) -> None:
         super().__init__(*args, **kwargs)
         layers = dict.fromkeys(pair.layer.removeprefix("net.") for pair in pairs(self.state_dict()))
         self.bases = {layer: f"{layer}.base_layer.weight" for layer in layers}

@@ -1,12 +1,25 @@
 """FedIT: clients train low-rank adapters, and the server averages both factors."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+
+from pfl_lightning.client import ClientSettings, Phase
 from pfl_lightning.messages import Updates
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.server import Aggregator, Server, WeightedAverage, client_weights
-from pfl_lightning.server.adapters import Pair, pairs, product_error
+from pfl_lightning.server.adapters import Pair, is_second, pairs, product_error
+from pfl_lightning.settings import Unpack
+
+
+class AdapterSettings(ClientSettings, total=False):
+    """Settings of `FedIT`, for the ``**kwargs`` of subclasses."""
+
+    rate_ratio: float
 
 
 class FedIT(FedAvg):
@@ -14,14 +27,49 @@ class FedIT(FedAvg):
 
     It is `FedAvg` of a net with low-rank adapters, bit for bit. The product of the means isn't the mean of the products
     (:math:`\bar B \bar A \ne \sum_k p_k B_k A_k`), by the factors' covariance over clients; the server side,
-    `AdapterAverage`, measures the difference. The other methods of adapters differ in what they do about it. Takes the
-    arguments of `FedAvg`. Source: Zhang et al., 2023 (https://arxiv.org/abs/2305.05644).
+    `AdapterAverage`, measures the difference. The other methods of adapters differ in what they do about it.
+
+    Source: Zhang et al., 2023 (https://arxiv.org/abs/2305.05644); the two rates: LoRA+, Hayou et al., 2024
+    (https://arxiv.org/abs/2402.12354).
+
+    Args:
+        rate_ratio: learning rate of B over that of A and of all else, above 0. 1 is plain LoRA; LoRA+ has 16, beside a
+            rate somewhat below that of plain LoRA.
+        **kwargs: the arguments of `FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``rate_ratio`` is out of its range.
     """
 
     client_level = True
     example_level = True
 
     requires = frozenset({"adapters"})
+
+    def __init__(self, *args: Any, rate_ratio: float = 1.0, **kwargs: Unpack[ClientSettings]) -> None:
+        super().__init__(*args, **kwargs)
+        if not (isfinite(rate_ratio) and rate_ratio > 0):
+            raise MisconfigurationException(
+                f"model.rate_ratio={rate_ratio} must be above 0, such as 16, or 1 for one rate of both factors."
+            )
+        self.rate_ratio = rate_ratio
+
+    def local_optimizer(self, phase: Phase, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return the configured optimizer, with ``rate_ratio`` times its learning rate for each B."""
+        optimizer = super().local_optimizer(phase, parameters)
+        if self.rate_ratio != 1:
+            # FedDPA has factors of the client's own under names with slashes
+            seconds = {id(p) for name, p in self.named_parameters() if is_second(name.replace("/", "."))}
+            optimizer.param_groups = [
+                group | {"params": part, "lr": group["lr"] * factor}
+                for group in optimizer.param_groups
+                for factor, part in (
+                    (1.0, [p for p in group["params"] if id(p) not in seconds]),
+                    (self.rate_ratio, [p for p in group["params"] if id(p) in seconds]),
+                )
+                if part
+            ]
+        return optimizer
 
     def configure_aggregator(self) -> Aggregator:
         """Return the mean of adapters, weighted by numbers of training samples."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pfl_lightning.client import ClientSettings, in_classifier
-from pfl_lightning.methods.fedit import FedIT
+from pfl_lightning.client import in_classifier
+from pfl_lightning.methods.fedit import AdapterSettings, FedIT
 from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.server.adapters import is_second
 from pfl_lightning.settings import Unpack
@@ -19,13 +19,13 @@ class FedSALoRA(FedIT):
     Args:
         keep_classifier: whether each client keeps its own classifier too, as in the official code for classification.
             It makes no difference where the classifier is frozen, as in most language models.
-        **kwargs: the arguments of `FedAvg`.
+        **kwargs: the arguments of `FedIT`.
     """
 
     client_level = True
     example_level = True
 
-    def __init__(self, *args: Any, keep_classifier: bool = True, **kwargs: Unpack[ClientSettings]) -> None:
+    def __init__(self, *args: Any, keep_classifier: bool = True, **kwargs: Unpack[AdapterSettings]) -> None:
         super().__init__(*args, **kwargs)
         self.keep_classifier = keep_classifier
 

@@ -13,7 +13,7 @@ class FFALoRA(FedIT):
     of the adapters travels, and A is held once for all clients. The paper compares it with adapters of half the rank,
     which have as many trained numbers. With noise on B alone, as `DPAverage` adds it, the product's noise is linear.
 
-    Takes the arguments of `FedAvg`.
+    Takes the arguments of `FedIT`.
     Source: Sun et al., 2024 (https://arxiv.org/abs/2403.12313).
     """
 

@@ -30,13 +30,17 @@ class ProductAverage(AdapterAverage):
 
     Args:
         weighting: client weights :math:`p_k`: ``samples`` or ``uniform``.
+        balanced: whether either factor has the root of the singular values, :math:`A \leftarrow S_r^{1/2} V_r^T` and
+            :math:`B \leftarrow U_r S_r^{1/2}`, as in APPFL's LoRA-SVD; the product is the same, and the next round's
+            gradients of A and B are of one size.
 
     Raises:
         MisconfigurationException: at setup, if optimizers are to live on.
     """
 
-    def __init__(self, weighting: Weighting = "samples") -> None:
+    def __init__(self, weighting: Weighting = "samples", balanced: bool = False) -> None:
         super().__init__(weighting=weighting)
+        self.balanced = balanced
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model."""
@@ -61,8 +65,12 @@ class ProductAverage(AdapterAverage):
             # a row of zeros in A beside a column of zeros in B would never learn again
             first = before[pair.a].flatten(1).to(v, copy=True)
             second = torch.zeros_like(b[0])
-            first[: len(v)][counted] = v[counted]
-            second[:, : len(v)][:, counted] = (u * s[: len(v)])[:, counted]
+            left, right = u * s[: len(v)], v
+            if self.balanced:
+                roots = s[: len(v)].sqrt()
+                left, right = u * roots, roots[:, None] * v
+            first[: len(v)][counted] = right[counted]
+            second[:, : len(v)][:, counted] = left[:, counted]
             for name, factor in ((pair.a, first), (pair.b, second)):
                 old = updates[min(updates)]["weights"][name]
                 factored[name] = factor.view(old.shape).to(CPU, old.dtype)

@@ -205,6 +205,7 @@ METHODS = (
     Method("FedRolex", m.HeteroFL, partial(a.PartAverage, rolling=True, weighting="uniform"), file="fedrolex"),
     Method("FjORD", m.FjORD, file="fjord"),
     Method("HeteroFL", m.HeteroFL, file="heterofl"),
+    Method("Fed-SB", m.FedSB, file="fedsb"),
     Method("FedALT", m.FedALT, file="fedalt"),
     Method("FedDPA", m.FedDPA, file="feddpa"),
     Method("FedEx-LoRA", m.FedExLoRA, file="fedex_lora"),
@@ -214,6 +215,7 @@ METHODS = (
     Method("FlexLoRA", m.HetLoRA, a.ProductAverage, file="flexlora"),
     Method("FLoRA", m.FLoRA, file="flora"),
     Method("HetLoRA", m.HetLoRA, file="hetlora"),
+    Method("LoRA-SVD", m.HetLoRA, partial(a.ProductAverage, balanced=True), file="lora_svd"),
     Method("RoLoRA", m.RoLoRA, file="rolora"),
 )
 # end of methods

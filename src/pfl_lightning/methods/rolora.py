@@ -6,8 +6,8 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from pfl_lightning.client import ClientSettings, Phase
-from pfl_lightning.methods.fedit import FedIT
+from pfl_lightning.client import Phase
+from pfl_lightning.methods.fedit import AdapterSettings, FedIT
 from pfl_lightning.server import Aggregator, WeightedAverage
 from pfl_lightning.server.adapters import is_first, is_second
 from pfl_lightning.settings import Unpack
@@ -19,14 +19,14 @@ class RoLoRA(FedIT):
     The frozen factor is the same for all clients, so that the mean of the other one multiplies to the mean product
     exactly: :math:`\bar B A = \sum_k p_k B_k A`. Both factors learn, and half of the adapters travels up; down travel
     both, since a client may have missed the round before. B comes first, as at B = 0 the gradient of A is 0. All else
-    that the net trains is trained in each round, and newcomers train both factors. Takes the arguments of `FedAvg` but
+    that the net trains is trained in each round, and newcomers train both factors. Takes the arguments of `FedIT` but
     for ``optimizer_lifetime: run``. Source: Chen et al., 2024 (https://arxiv.org/abs/2409.02346).
 
     Raises:
         MisconfigurationException: if optimizers are to live on.
     """
 
-    def __init__(self, *args: Any, **kwargs: Unpack[ClientSettings]) -> None:
+    def __init__(self, *args: Any, **kwargs: Unpack[AdapterSettings]) -> None:
         super().__init__(*args, **kwargs)
         # engines keep the optimizers of a round's own phases, and the next round trains the other factor
         if self.optimizer_lifetime == "run":

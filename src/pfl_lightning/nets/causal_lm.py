@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from pfl_lightning.internals.of_torch import has_hooks, is_wrapped
 from pfl_lightning.nets.base import Net
 from pfl_lightning.nets.chunked_logits import ChunkedLogits
+from pfl_lightning.nets.int8 import hold_in_int8
 from pfl_lightning.nets.modes import kept_modes
 
 DType = Literal["float32", "bfloat16"]
 Attention = Literal["sdpa", "eager"]
-Bits = Literal["8bit", "4bit"]
+Bits = Literal["int8", "8bit", "4bit"]
 
 LORA = {"r": 8, "alpha": 16}
 """Adapters of a net without the setting ``lora``."""
@@ -64,7 +65,8 @@ class CausalLM(Net):
         attention: implementation of the attention; ``eager`` is slower, and takes a mask under vmap.
         gradient_checkpointing: whether layers are computed again in the backward pass, for less memory. Engine
             ``vectorised`` doesn't allow it.
-        quantize: frozen weights in 8 or 4 bits, by bitsandbytes.
+        quantize: ``int8`` holds the layers' weights in a byte each, on any device; ``8bit`` and ``4bit`` are those of
+            bitsandbytes, on a GPU.
         chunk_tokens: positions whose logits exist at once in training, such as 1024, for less memory with large
             vocabularies; None computes the logits of a whole batch. The loss is the same. Engine ``vectorised`` doesn't
             allow it.
@@ -377,12 +379,18 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
     """
     transformers = package("transformers")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-    if quantize is not None:
+    by_bitsandbytes = quantize in ("8bit", "4bit")
+    if by_bitsandbytes:
+        if not torch.cuda.is_available():
+            raise MisconfigurationException(
+                f"model.net.quantize={quantize} computes on a GPU, and this machine has none that torch can use; take "
+                "int8, which runs on any device, or null."
+            )
         package("bitsandbytes")
         options["quantization_config"] = transformers.BitsAndBytesConfig(**{f"load_in_{quantize}": True})
     folder = local_folder(model, "model.net.model")
     try:
-        if is_weightless() and quantize is None:
+        if is_weightless() and not by_bitsandbytes:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             loaded = transformers.AutoModelForCausalLM.from_config(config, **options)
         else:
@@ -396,6 +404,12 @@ def load(model: str, dtype: DType, attention: Attention, quantize: Bits | None) 
             f"model.net.model={model!r} can't be loaded as a causal language model ({type(error).__name__}: {reason}); "
             "give a folder with config.json and weights, as by save_pretrained, or other settings of model.net."
         ) from error
+    # the output layer stays as it is: its weights are often those of the embedding
+    if quantize == "int8" and not hold_in_int8(loaded.base_model):
+        raise MisconfigurationException(
+            f"model.net.quantize=int8 holds linear layers in 8 bits, and model.net.model={model!r} has layers of "
+            "another class, as GPT-2 has; take null, or another model, such as one of the Llama or Qwen families."
+        )
     # the name under which saved adapters remember their base
     loaded.name_or_path = model
     # a layer that is given in evaluation mode stays there, and has no dropout

@@ -46,6 +46,7 @@ ONE_BY_ONE = {
     "fedsr": DRAWS,
     "fjord": DRAWS,
     "flexlora": UNMARKED,
+    "lora_svd": UNMARKED,
     "floco": DRAWS,
     "flora": UNMARKED,
     "heterofl": SIZES,
