@@ -547,7 +547,7 @@ class Federation(LightningModule):
         return Job(client, self.round, state, payload, data, seed, self.lr_factor, evaluate, once, has_once, order_seed)
 
     def received(self, client: int) -> tuple[ClientState, Message]:
-        """Return a client's state, and the payload that it would receive now.
+        """Return a client's state and present payload.
 
         Args:
             client: the client's id.
@@ -558,14 +558,14 @@ class Federation(LightningModule):
         return state, self._payload(client)
 
     def received_by_all(self) -> tuple[ClientState, Message] | None:
-        """Return the state and payload that all clients have in common; None where they differ or may differ."""
+        """Return the common state and payload of all clients; None where clients differ or may differ."""
         if len(self.initial) > 1 or self.initial[0]:
             return None
         payload = self._payload_of_all()
         return None if payload is None else (ClientState(), payload)
 
     def _payload_of_all(self) -> Message | None:
-        """Return the payload that all clients receive; None where they differ or may differ."""
+        """Return the common payload of all clients; None where clients differ or may differ."""
         if self._welcomed:
             return None
         try:
@@ -769,7 +769,7 @@ class Federation(LightningModule):
         return {client: loss for client, loss in losses.items() if not math.isnan(loss)}
 
     def count_lost(self, cohorts: Sequence[Sequence[int]]) -> None:
-        """Count rounds that the checkpoint lacks, but whose models others may have seen.
+        """Count rounds missing in the checkpoint, of models seen elsewhere perhaps.
 
         Args:
             cohorts: the clients of each of these rounds.

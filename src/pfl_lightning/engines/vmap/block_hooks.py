@@ -139,7 +139,7 @@ class Place:
 
 
 class ClassNumber(int):
-    """A class number as a key in an update of many clients, of which each client keeps the classes that it has."""
+    """A class number as a key in an update of many clients; each client keeps the keys of present classes."""
 
 
 class BlockData(AnyClient):
@@ -414,7 +414,7 @@ def stacked_rows(clients: int, tensor: Tensor) -> Tensor:
 
 
 def with_own_classes(record: Any, data: ClientData) -> Any:
-    """Return a client's part of an update without the classes that the client lacks.
+    """Return a client's part of an update without absent classes.
 
     Args:
         record: the part, where keys may be `ClassNumber`.
