@@ -126,6 +126,18 @@ def test_the_time_left_is_the_mean_of_the_rounds_of_this_process(clock, capsys):
     assert lines[-1] == "round 120 of 200, 2 h 0 min left, validation mae 0.25"
 
 
+def test_a_finished_round_s_validation_is_on_the_terminal_at_once(clock, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
+    bar, trainer = RunBar(), SimpleNamespace(max_epochs=2, fast_dev_run=False)
+    federation = SimpleNamespace(round=0, monitor=Monitor("mae", "min"), metrics={"val/mae": 0.25})
+    bar.on_train_start(trainer, federation)
+    bar.on_round_start(trainer, federation, [3, 4])
+    clock.at += 90
+    federation.round = 1
+    bar.on_train_epoch_end(trainer, federation)
+    assert "validation mae 0.25" in screen(capsys.readouterr().out)[-1]
+
+
 def test_a_resumed_run_goes_on_where_it_was(tmp_path, capsys):
     first = fit(make_client(), root=tmp_path, max_rounds=3)
     capsys.readouterr()

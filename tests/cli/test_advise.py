@@ -508,6 +508,15 @@ def test_validation_chooses_and_test_rows_only_report(made):
     assert Path("out/advice.png").stat().st_size > 0 and Path("out/report.html").is_file()
 
 
+@pytest.mark.parametrize(("seeds", "says"), [(4, "Further seeds tell how much"), (10, "% of the width of Ditto's")])
+def test_the_width_of_intervals_is_split_where_training_was_repeated(made, seeds, says):
+    levels = {"Local": 0.5, "FedAvg": 0.4, "Ditto": 0.8}
+    made.accuracies = lambda run: [(levels[run.method.split()[0]] + k * wobble(run), 0.5) for k in range(3)]
+    assert advise(f"--methods local fedavg ditto {SMALL} --budget 1000r --seeds {seeds}") == 0
+    better = Path("out/advice.md").read_text().partition("To know better")[2]
+    assert says in better
+
+
 RATE = "--model.init_args.optimizer.init_args.lr"
 
 

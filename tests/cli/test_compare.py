@@ -359,6 +359,13 @@ def test_a_file_that_is_no_table_is_refused(text, says, stand_in, capsys, tmp_pa
     assert says in refusal("compare --table mine.yaml", capsys)
 
 
+def test_the_largest_seed_is_one_and_the_next_is_none(stand_in, capsys):
+    line = "compare --methods Local --data Digits --trainer.max_rounds 1 --commands --seeds"
+    assert "seeds from 0 to 4294967295" in refusal(f"{line} 4294967296", capsys)
+    assert compare(f"{line.removeprefix('compare ')} 4294967295") == 0
+    assert "--seed_everything 4294967295" in capsys.readouterr().out
+
+
 # Client by client
 
 

@@ -256,6 +256,8 @@ def stamp(folder: Path) -> None:
         folder / STAMP, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags & ~os.O_TRUNC)
     ) as file:
         file.write(f"{time.time():.6f} {folder.name}\n")
+        # a folder's earlier name may have been longer
+        file.truncate()
 
 
 def stamped(folder: Path) -> tuple[float, str]:
