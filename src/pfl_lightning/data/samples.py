@@ -35,7 +35,7 @@ class Samples:
         return rows_in(self.y)
 
     @property
-    def at_once(self) -> int | None:
+    def largest_chunk(self) -> int | None:
         """Return the largest number of samples of a chunk, whatever is asked for; None for any number."""
         return None
 

@@ -73,7 +73,7 @@ class Streamed(Samples):
         Args:
             size: samples per chunk; the last chunk may have fewer.
         """
-        for samples in self.pool.batches(torch.split(self.rows, min(size, self.pool.at_once or size))):
+        for samples in self.pool.batches(torch.split(self.rows, min(size, self.pool.largest_chunk or size))):
             batch = self._ready(samples)
             yield batch.x, batch.y
 

@@ -699,7 +699,7 @@ class Items(Samples):
     most: int | None = None
 
     @property
-    def at_once(self) -> int | None:
+    def largest_chunk(self) -> int | None:
         """Return the largest number of items of a chunk; None for any number."""
         return self.most
 
