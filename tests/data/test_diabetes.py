@@ -16,6 +16,22 @@ def test_patients_of_one_sex_and_age_band_are_a_client():
     assert all(ends[k + 1][1] < ends[k + 2][0] for k in range(0, 8, 2))
 
 
+def test_bands_hold_the_ages_of_their_names():
+    data = Diabetes()
+    loaded = data.load()
+    spans = {
+        "under 35": (0, 34),
+        "35 to 44": (35, 44),
+        "45 to 54": (45, 54),
+        "55 to 64": (55, 64),
+        "65 and over": (65, 99),
+    }
+    for (age, sex), owner in zip(loaded.x[:, :2].tolist(), loaded.client, strict=True):
+        least, most = spans[owner.removeprefix(f"sex {sex:.0f}, ")]
+        assert least <= age < most + 1
+    assert len(set(loaded.client)) == 10
+
+
 def test_all_is_standardised_by_training_patients():
     data = Diabetes(test_fraction=0.4)
     data.setup()

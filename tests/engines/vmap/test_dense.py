@@ -118,6 +118,26 @@ class Hooked(FederatedCallback):
         self.handle = pl_module.architectures[0].net.classifier.register_forward_hook(lambda layer, x, out: 2 * out)
 
 
+def layer_of(pl_module):
+    """The last linear layer."""
+    return [layer for layer in pl_module.architectures[0].net.modules() if type(layer) is nn.Linear][-1]
+
+
+class HookedLayer(FederatedCallback):
+    """Registers a hook on a linear layer itself."""
+
+    def on_fit_start(self, trainer, pl_module):
+        layer_of(pl_module).register_forward_hook(lambda layer, x, out: 2 * out)
+
+
+class OtherForward(FederatedCallback):
+    """Puts another function in the place of a linear layer's own."""
+
+    def on_fit_start(self, trainer, pl_module):
+        layer = layer_of(pl_module)
+        layer.forward = lambda x, of=layer.forward: 2 * of(x)
+
+
 class Doubling(nn.Linear):
     """A layer of another kind."""
 
@@ -156,6 +176,8 @@ FROZEN = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
         (FedAvg, {"net": sequence(FROZEN, nn.Linear(FEATURES, CLASSES))}),
         (FedAvg, {"precision": "bf16-mixed"}),
         (FedAvg, {"callbacks": [Hooked()]}),
+        (FedAvg, {"callbacks": [HookedLayer()]}),
+        (FedAvg, {"callbacks": [OtherForward()]}),
     ],
 )
 def test_other_nets_and_steps_are_left_to_vmap(monkeypatch, made, method, settings):
