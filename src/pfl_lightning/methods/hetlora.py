@@ -64,7 +64,8 @@ class HetLoRA(FedIT):
             raise MisconfigurationException(
                 f"model.samples_per_rank={samples_per_rank} must be a number of samples, at least 1, such as 50."
             )
-        if adapter_mib is not None and (not adapter_mib or not all(isfinite(m) and m > 0 for m in adapter_mib)):
+        lists = isinstance(adapter_mib, (list, tuple)) and len(adapter_mib) > 0
+        if adapter_mib is not None and not (lists and all(isfinite(m) and m > 0 for m in adapter_mib)):
             raise MisconfigurationException(
                 f"model.adapter_mib={adapter_mib} must be MiB above 0, one or more, such as [4, 16]."
             )
