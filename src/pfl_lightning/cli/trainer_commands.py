@@ -27,6 +27,7 @@ from pfl_lightning.client import ClientModule
 from pfl_lightning.data import FederatedDataModule
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.internals.of_jsonargparse import commands_of, name_paths, options_of
+from pfl_lightning.nets.inputs import InputShape
 from pfl_lightning.runs.folder import run_folder
 from pfl_lightning.trainer import FederatedTrainer
 
@@ -165,8 +166,14 @@ class PflCLI(LightningCLI):
         """Link the task and the input shape of the data to the client module, and set the default model, FedAvg."""
         parser.set_defaults({"model": {"class_path": "FedAvg"}})
         # on instantiation: an own dataset may know both only after it has looked at its files
-        for name in ("task", "input_shape"):
-            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+        parser.link_arguments("data.task", "model.init_args.task", apply_on="instantiate")
+        # as plain values: the parser would make a tuple of any shape, without the example of inputs of several tensors
+        parser.link_arguments(
+            "data.input_shape",
+            "model.init_args.input_shape",
+            compute_fn=lambda shape: InputShape.of(shape).plain(),
+            apply_on="instantiate",
+        )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the named command, or all if none is named, each with the arguments filled by the command line."""

@@ -62,7 +62,7 @@ class ClientSettings(TypedDict, total=False):
     """Settings of `ClientModule`, for the ``**kwargs`` of subclasses."""
 
     net: list[NetFactory] | NetFactory | ModuleFactory
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...] | dict[str, Any]
     num_classes: int
     optimizer: OptimizerCallable
     lr_scheduler: LRSchedulerCallable | None
@@ -194,7 +194,7 @@ class ClientModule(LightningModule):
         self,
         # the list first: jsonargparse serialises a value as the first type that accepts it
         net: list[NetFactory] | NetFactory | ModuleFactory = CNN,
-        input_shape: tuple[int, ...] = (1, 28, 28),
+        input_shape: tuple[int, ...] | dict[str, Any] = (1, 28, 28),
         num_classes: int = 10,
         optimizer: OptimizerCallable = lambda params: SGD(params, lr=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -277,10 +277,20 @@ class ClientModule(LightningModule):
         """Build a further net of the same architecture, with initial weights from the global random state.
 
         Raises:
-            MisconfigurationException: if the net has no ``features`` and ``classifier``, and can't be cut into them.
+            MisconfigurationException: if the net takes other arguments, or has no ``features`` and ``classifier`` and
+                can't be cut into them.
         """
         shape, outputs = self._build.args[-2:]
-        net = checked_net(as_net(self._build(), shape, outputs))
+        try:
+            built = self._build()
+        except TypeError as error:
+            if "positional argument" not in str(error):
+                raise
+            raise MisconfigurationException(
+                f"model.net can't be built from the input's shape and the number of outputs ({error}); let it take "
+                "(input_shape, num_classes), or give a built module from Python."
+            ) from error
+        net = checked_net(as_net(built, shape, outputs))
         if isinstance(net, LightningNet):
             net.features.method = type(self).__name__
         return net
