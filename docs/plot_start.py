@@ -77,7 +77,9 @@ def main() -> None:
         "cwFedAvg": norms(data, WDR, CwFedAvg(), wdr_lambda=4),
     }
     scaled = {name: rows / rows.sum(1, keepdim=True) for name, rows in pictures.items()}
-    plot_class_heatmaps(scaled, "share of the client").savefig(folder / "row_norms.png", dpi=120)
+    figure = plot_class_heatmaps(scaled, "share of the client's sum")
+    figure.suptitle("Digits: samples by class, and norms of the output layer's rows, as shares of a client's sum")
+    figure.savefig(folder / "row_norms.png", dpi=120)
 
 
 if __name__ == "__main__":
