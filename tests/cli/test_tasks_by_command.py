@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import QUIET, pfl, refusal
+from federations import read_csv
 
 MASKS = '''
 import torch
@@ -67,6 +69,18 @@ class TwoInputs(nn.Module):
         return self.head(torch.cat([self.image(image), self.row(row)], 1))
 
 
+class Masked(nn.Module):
+    """The mean of a text's words, without those that the mask leaves out."""
+
+    def __init__(self, input_shape, outputs):
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, outputs)
+
+    def forward(self, input_ids, attention_mask):
+        kept = attention_mask.unsqueeze(-1)
+        return self.head((self.words(input_ids) * kept).sum(1) / kept.sum(1).clamp(min=1))
+
+
 class Bare(nn.Linear):
     """Takes other arguments than the shape and the number of outputs."""
 
@@ -117,6 +131,14 @@ def test_a_metric_that_is_not_there_selects_nothing(capsys):
     ).replace("f1, map", "map, f1")
 
 
+def predictions(line):
+    """The rows that a run predicts."""
+    with pytest.raises(SystemExit) as ended:
+        pfl(line)
+    assert ended.value.code == 0
+    return read_csv(Path("predicted.csv"))
+
+
 def test_a_net_of_two_inputs_by_name(capsys):
     line = "--model FedPer --model.net masks_and_marks.TwoInputs --data masks_and_marks.ImagesWithRows"
     pfl(f"fit {line} --model.optimizer torch.optim.SGD --model.optimizer.lr 0.1 --trainer.max_rounds 10 {QUIET}")
@@ -126,6 +148,22 @@ def test_a_net_of_two_inputs_by_name(capsys):
     capsys.readouterr()
     pfl(f"test {line} --ckpt_path last {QUIET}")
     assert str(record["final"]["test/acc"])[:6] in capsys.readouterr().out
+    predicted = predictions("predict --ckpt_path last --out predicted.csv")
+    assert {row["client"] for row in predicted} == {f"site {number}" for number in range(4)}
+    assert len({row["p_0"] for row in predicted}) == len(predicted) > 8
+
+
+def test_a_file_of_named_tensors_reaches_a_net_of_two_inputs(tmp_path):
+    ids = torch.randint(11, (60, 4), generator=torch.Generator().manual_seed(0))
+    torch.save({"input_ids": ids, "attention_mask": (ids > 2).long()}, tmp_path / "words.pt")
+    torch.save(torch.arange(60) % 2, tmp_path / "labels.pt")
+    torch.save(torch.arange(60) // 15, tmp_path / "sites.pt")
+    files = f"--data.x {tmp_path}/words.pt --data.y {tmp_path}/labels.pt --data.client {tmp_path}/sites.pt"
+    task = "--data.task Classification --data.task.num_classes 2"
+    line = f"--model FedPer --model.net masks_and_marks.Masked --data TensorData {files} {task}"
+    pfl(f"fit {line} --trainer.max_rounds 1 {QUIET}")
+    predicted = predictions("predict --ckpt_path last --out predicted.csv")
+    assert {row["client"] for row in predicted} == {"0", "1", "2", "3"}
 
 
 def test_a_net_of_other_arguments_is_refused_in_a_sentence(capsys):
