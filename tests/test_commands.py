@@ -30,6 +30,7 @@ OTHERWISE = {
     r"pfl-lightning adapters": "tests/data/sources/test_chat_data.py",
     r"pfl-lightning compare .*digit_domains": "needs images; tests/data/test_digit_domains.py",
     r"pfl-lightning compare .*(chem97|schools)": "needs the pupils' file; tests/data/test_schools_and_roles.py",
+    r"pfl-lightning compare .*headlines": "needs a model's weights, which benchmarks/headlines.py writes",
     r"pfl-lightning compare .*protocols/flamby": "needs the hospitals' files; tests/data/test_flamby.py",
 }
 """Commands that don't run here, and where they do, or why not."""
