@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gallery import cells
 from matplotlib.figure import Figure
 
 PAGE = Path(__file__).parent / "results.md"
@@ -29,7 +30,7 @@ def table(text: str) -> tuple[list[str], list[list[str]]]:
         text: a page in Markdown, from the section on.
     """
     lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()  # type: ignore[index]
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    head, _, *rows = map(cells, lines)
     return head, rows
 
 
@@ -47,8 +48,8 @@ def main() -> None:
     for (column, title), axes in zip(panels.items(), drawn, strict=True):
         axes.axvline(0, color="black", linewidth=0.8)
         # the best mean of hospitals, the table's first row, on top
-        for place, cells in enumerate(reversed(gains.values())):
-            gain, *ends = CELL.match(cells[column]).groups()  # type: ignore[union-attr]
+        for place, row in enumerate(reversed(gains.values())):
+            gain, *ends = CELL.match(row[column]).groups()  # type: ignore[union-attr]
             mean, low, high = (float(end or 0) for end in (gain, *ends))
             # by signs: an end of +0.0 is rounded
             signs = {end[0] for end in ends if end}

@@ -1066,11 +1066,20 @@ class Federation(LightningModule):
             if not self.is_fitting:
                 self.log(name, value, on_step=False, on_epoch=True, batch_size=1)
                 continue
-            # The same places where self.log writes, which takes half a millisecond. `RoundLogger` writes the whole row
-            # to the loggers at the end of the round.
-            self.trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float32, device=self.device)
-            if name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}")):
-                self.trainer.progress_bar_metrics[name] = value
+            self.show(name, value, name.endswith((f"/{self.monitor.metric}", f"/global_{self.monitor.metric}")))
+
+    def show(self, name: str, value: float, on_bar: bool) -> None:
+        """Give a value of the round to callbacks, and to the progress bar; `RoundLogger` gives loggers the whole row.
+
+        Args:
+            name: the value's name.
+            value: the value.
+            on_bar: whether the progress bar has it.
+        """
+        # the same places where self.log writes, which takes as long as a training step of many small nets
+        self.trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float32, device=self.device)
+        if on_bar:
+            self.trainer.progress_bar_metrics[name] = value
 
     # Checkpoints
 

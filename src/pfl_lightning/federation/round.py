@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pfl_lightning.engines import ClientMetrics, ClientState, Job, Outcome
@@ -246,9 +245,7 @@ class Round:
             **{f"train/{name}": value for name, value in means.items()},
         }
         if (loss := federation.metrics.get("train/loss")) is not None:
-            # the same place where self.log writes; self.log itself takes as long as a training step of many small nets
-            federation.trainer.callback_metrics["train/loss"] = torch.tensor(loss)
-            federation.trainer.progress_bar_metrics["train/loss"] = loss
+            federation.show("train/loss", loss, on_bar=True)
         federation.evaluations.keep_initial(self.clients, taken)
         return taken
 

@@ -187,6 +187,9 @@ class Federated(Protocol):
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks."""
 
+    def show(self, name: str, value: float, on_bar: bool) -> None:
+        """Give a value of the round to callbacks, and to the progress bar."""
+
     def keep_storable(self) -> None:
         """Convert what checkpoints can't take in the memory of server, selection and stages."""
 

@@ -24,7 +24,7 @@ from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
 from pfl_lightning.methods.functional import within
 from pfl_lightning.methods.losses import divergence
-from pfl_lightning.methods.server_optimizer import server_optimizer
+from pfl_lightning.methods.server_optimizer import go_on, server_optimizer
 from pfl_lightning.nets import feature_size
 from pfl_lightning.nets.batch_norm import on_batch_statistics
 from pfl_lightning.seeds import derive_seed
@@ -228,10 +228,8 @@ class FeatureGenerator(WeightedAverage):
         for group in optimizer.param_groups:
             # the round gives the decay, so that a resumed run has the same learning rate
             group["lr"] *= self.lr_decay**round
-        if self.state["optimizer"]:
-            # the saved moments with this round's learning rate
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": self.state["optimizer"], "param_groups": groups})
+        # the saved moments with this round's learning rate
+        go_on(optimizer, self.state["optimizer"])
         generator = torch.Generator().manual_seed(derive_seed(self.server.seed, "fedgen", round))
         log = {}
         for _ in range(self.server_steps):

@@ -64,8 +64,9 @@ class HetLoRA(FedIT):
             raise MisconfigurationException(
                 f"model.samples_per_rank={samples_per_rank} must be a number of samples, at least 1, such as 50."
             )
-        lists = isinstance(adapter_mib, (list, tuple)) and len(adapter_mib) > 0
-        if adapter_mib is not None and not (lists and all(isfinite(m) and m > 0 for m in adapter_mib)):
+        # a number alone, which isn't a list, is refused in the same sentence
+        given_mib = adapter_mib if isinstance(adapter_mib, (list, tuple)) else []
+        if adapter_mib is not None and not (given_mib and all(isfinite(m) and m > 0 for m in given_mib)):
             raise MisconfigurationException(
                 f"model.adapter_mib={adapter_mib} must be MiB above 0, one or more, such as [4, 16]."
             )

@@ -17,8 +17,7 @@ from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
 from pfl_lightning.nets import feature_size
-from pfl_lightning.server import Aggregator, Server, WeightedAverage
-from pfl_lightning.server.weighted_average import Weighting
+from pfl_lightning.server import Aggregator, Server, WeightedAverage, Weighting, client_weights
 from pfl_lightning.settings import Unpack
 
 
@@ -141,8 +140,7 @@ class MixedChanges(WeightedAverage):
         r"""Move all models; log the mean :math:`\lambda_k` of the round's clients."""
         if not updates:
             return {}
-        sizes = [float(u["num_samples"]) if self.weighting == "samples" else 1.0 for u in updates.values()]
-        p = [size / sum(sizes) for size in sizes]
+        p = [*client_weights(updates, self.weighting).values()]
         # running statistics and counters among them
         mean = weighted_mean([update["weights"] for update in updates.values()], p)
         starts = [self.download(client)["weights"] for client in updates]

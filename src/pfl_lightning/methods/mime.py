@@ -20,7 +20,7 @@ from pfl_lightning.messages import Message, StateDict, Updates, promoted, weight
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.fedopt import check_decays
 from pfl_lightning.methods.frozen import Frozen
-from pfl_lightning.methods.functional import gradient_at, mean_gradient, trainable
+from pfl_lightning.methods.functional import gradient_at, mean_gradient, trainable, within
 from pfl_lightning.server import Aggregator, Server, WeightedAverage, Weighting, client_weights
 from pfl_lightning.settings import Unpack
 
@@ -59,8 +59,8 @@ class MimeLite(FedAvg):
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model and the optimizer's step, and compute the gradient before training."""
         super().on_download(payload, data)
-        self.slope.take(within_net(payload["slope"]).items())
-        self.offset.take(within_net(payload["offset"]).items())
+        self.slope.take(within("net.", payload["slope"]).items())
+        self.offset.take(within("net.", payload["offset"]).items())
         if data is not None and self.training_follows and self.reports:
             self.gradient.take(mean_gradient(self, data.train).items())
 
@@ -79,15 +79,6 @@ class MimeLite(FedAvg):
     def configure_aggregator(self) -> Aggregator:
         """Return MimeLite's server."""
         return MimicAverage()
-
-
-def within_net(entries: StateDict) -> dict[str, Tensor]:
-    """Return a server's entries by their names within the client's net.
-
-    Args:
-        entries: tensors by names that begin with ``net.``.
-    """
-    return {name.removeprefix("net."): entry for name, entry in entries.items()}
 
 
 class Mime(MimeLite):
@@ -131,7 +122,7 @@ class Mime(MimeLite):
         self.received.take(trained_parameters(self, "net").items())
         self.corrected.fill_(float(bool(payload["control"])))
         if payload["control"]:
-            self.control.take(within_net(payload["control"]).items())
+            self.control.take(within("net.", payload["control"]).items())
 
     def local_phases(self) -> list[Phase]:
         """Train as before, and nothing in a round of reports."""

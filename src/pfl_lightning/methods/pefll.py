@@ -20,7 +20,7 @@ from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.messages import Message, StateDict, Updates, detached, weighted_mean
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.pfedhn import ModelMaker, norm
-from pfl_lightning.methods.server_optimizer import server_optimizer
+from pfl_lightning.methods.server_optimizer import go_on, server_optimizer
 from pfl_lightning.server import Aggregator, Server, WeightedAverage
 from pfl_lightning.settings import Unpack, check_least
 
@@ -209,9 +209,7 @@ class HyperStep(WeightedAverage):
         for name, tensor in start.items():
             tensor.requires_grad_().grad = shrunk * gradient[name]
         steps = self.optimizer(list(start.values()))
-        if self.state["optimizer"]:
-            groups = steps.state_dict()["param_groups"]
-            steps.load_state_dict({"state": self.state["optimizer"], "param_groups": groups})
+        go_on(steps, self.state["optimizer"])
         steps.step()
         self.state |= {"weights": mean | detached(start), "optimizer": detached(steps.state_dict()["state"])}
         return {"gradient_norm": size}

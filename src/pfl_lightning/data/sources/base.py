@@ -20,8 +20,6 @@ from pfl_lightning.tasks.plain import plain
 
 RESIDENT = 2**30
 """Bytes of inputs up to which files are read once and kept in memory; larger inputs are read one client at a time."""
-
-
 LARGE = 100
 """Root mean square of a regression's targets above which a warning is shown."""
 BY_SETTING = "data.standardize_target=table or client brings them to mean 0 and deviation 1 while a net learns"

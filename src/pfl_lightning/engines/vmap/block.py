@@ -148,9 +148,7 @@ class Block:
 
     def batch(self, samples: Tensor) -> Batch:
         """Return inputs and targets of the block's samples with numbers ``[rows, size]``."""
-        rows = samples.flatten()
-        batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*samples.shape, *t.shape[1:]), self.samples)
-        return batch
+        return batches_at(self.samples, samples)
 
     def record(self, rows: Rows, samples: int | NDArray[np.int64], values: Mapping[str, Tensor]) -> None:
         """Keep the values of a step.
@@ -180,6 +178,18 @@ class Block:
             for row, mean in zip(known.tolist(), (sums[0][known] / sums[1][known]).tolist(), strict=True):
                 result[row][name] = mean
         return result
+
+
+def batches_at(samples: Batch, numbers: Tensor) -> Batch:
+    """Return inputs and targets of several clients' batches, ``[rows, size, ...]``.
+
+    Args:
+        samples: samples of all clients, one after another.
+        numbers: numbers of samples ``[rows, size]``.
+    """
+    rows = numbers.flatten()
+    batch: Batch = tree_map(lambda t: t.index_select(0, rows).view(*numbers.shape, *t.shape[1:]), samples)
+    return batch
 
 
 class Planned(Protocol):

@@ -1,7 +1,6 @@
 """Run a method's own hooks of download and upload for a whole block of clients in one call."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -14,10 +13,10 @@ from pfl_lightning.client.hooks import overrides
 from pfl_lightning.data import ClientData, whole_of
 from pfl_lightning.data.client_data import counts_of
 from pfl_lightning.data.streamed import Streamed
-from pfl_lightning.data.trees import Tree, take
+from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import AnyClient, ClientState, Job
 from pfl_lightning.engines.sequential import Sequential
-from pfl_lightning.engines.vmap.block import Block, Member
+from pfl_lightning.engines.vmap.block import Block, Member, batches_at
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
@@ -180,8 +179,7 @@ class BlockData(AnyClient):
         for numbers in torch.split(torch.arange(int(sizes.max())), max(1, FILLED // len(clients))):
             own = numbers < sizes[:, None]
             # filled up by the client's first sample, of which its net makes numbers as finite as of others
-            places = (begins[:, None] + torch.where(own, numbers, 0)).flatten().to(device)
-            x, y = tree_map(partial(stacked_rows, len(clients)), (take(whole.x, places), take(whole.y, places)))
+            x, y = batches_at((whole.x, whole.y), (begins[:, None] + torch.where(own, numbers, 0)).to(device))
             yield tree_map(self._row, x), self._row(torch.where(own.to(device), y, -1))
 
     def size(self, split: Any) -> Tensor:
@@ -408,11 +406,6 @@ class BlockHooks:
                 rank_zero_warn(text(*(float(number[at]) for number in numbers)))
 
 
-def stacked_rows(clients: int, tensor: Tensor) -> Tensor:
-    """Return a tensor with the samples of all clients, each with as many, as a stack ``[clients, n, ...]``."""
-    return tensor.view(clients, -1, *tensor.shape[1:])
-
-
 def with_own_classes(record: Any, data: ClientData) -> Any:
     """Return a client's part of an update without absent classes.
 
@@ -422,11 +415,9 @@ def with_own_classes(record: Any, data: ClientData) -> Any:
     """
     if not isinstance(record, dict):
         return record
-    return {
-        int(key) if type(key) is ClassNumber else key: with_own_classes(value, data)
-        for key, value in record.items()
-        if type(key) is not ClassNumber or int(key) in data.classes
-    }
+    if type(next(iter(record), None)) is ClassNumber:
+        return {c: record[c] for c in data.classes}
+    return {key: with_own_classes(value, data) for key, value in record.items()}
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:
