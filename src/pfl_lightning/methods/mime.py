@@ -55,7 +55,6 @@ class MimeLite(FedAvg):
         """Whether clients report a gradient in this round, which they do in each."""
         return True
 
-    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model and the optimizer's step, and compute the gradient before training."""
         super().on_download(payload, data)
@@ -115,7 +114,6 @@ class Mime(MimeLite):
         """Whether this round is one of reports, without training."""
         return self.round % 2 == 0
 
-    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, the optimizer's step and c, and in a round of reports compute the gradient."""
         super().on_download(payload, data)
