@@ -312,6 +312,8 @@ def ours(federation: Federation, clock: Clock, args: argparse.Namespace) -> None
             splits = {"train": (federation.x, federation.y, federation.bounds)}
             splits |= {"val": federation.held_out} if args.evaluate else {}
             x, y = (torch.from_numpy(np.concatenate([part[at] for part in splits.values()])) for at in (0, 1))
+            # where a round has some clients only, those are read from the file, as for the other packages
+            x = federation.x if federation.workload.cohort and not args.evaluate else x
             owners = [np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)) for _, _, bounds in splits.values()]
             split = np.repeat(list(splits), [len(labels) for _, labels, _ in splits.values()])
             return Loaded(x, y, np.concatenate(owners), split)
