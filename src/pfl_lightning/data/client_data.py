@@ -84,7 +84,8 @@ class ClientData:
         return self._held("test")
 
     def _held(self, split: Split) -> Samples:
-        find(list(self._together) or [self], split)
+        if split not in self._gathered:
+            find(list(self._together) or [self], split)
         parts, place = self._gathered[split]
         return parts[place]
 
