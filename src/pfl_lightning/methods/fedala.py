@@ -146,7 +146,7 @@ class FedALA(FedAvg):
         learns = self.rounds_trained > 0
         for _ in range(self.max_passes):
             for (x, target), counted in zip(
-                drawn.chunks(self.ala_batch_size), own.split(self.ala_batch_size), strict=True
+                drawn.chunks(self.ala_batch_size), torch.split(own, self.ala_batch_size), strict=True
             ):
                 loss, slopes = value_and_gradient(objective, weights, x, target)
                 # clients with fewer samples have fewer batches
