@@ -24,7 +24,6 @@ ONE_BY_ONE = {
     "ccvr": SAMPLES,
     "dispfl": VALUES,
     "ensemble": UNMARKED,
-    "fedala": SAMPLES,
     "fedas": SAMPLES,
     "fedcac": VALUES,
     "fedclassavg": REFUSED,
