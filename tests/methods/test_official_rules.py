@@ -675,6 +675,30 @@ def fedlesam(log, rho):
     return End(x)
 
 
+@replays(m.FedGloSS, servers.GlobalSharpness, local_epochs=2, own={"alpha": 0.25}, server={"rho": 0.3})
+def fedgloss(log, alpha, rho):
+    """Caldarola et al., 2025, Algorithm 1, from a model that goes up along the last round's change of all.
+
+    The official code divides the step of the server's dual variable by the round's clients too, and takes local epochs
+    from a model of their own each. Clients count equally.
+    """
+    w, up, sigma, own = log.start, 0, 0, log.everybody(torch.zeros_like(log.start))
+    for t, cohort in log.rounds():
+        x = w + up
+        y = dict.fromkeys(cohort, x)
+        for k in cohort:
+            for a, b in log.batches(t, k):
+                g = slope(cross_entropy, y[k], a, b)
+                g = slope(cross_entropy, y[k] + 0.15 * g / g.norm(), a, b)
+                y[k] = y[k] - LR * (g - own[k] + alpha * (y[k] - x))
+            own[k] = own[k] - alpha * (y[k] - x)
+        sigma = sigma - alpha * sum(y[k] - x for k in cohort) / len(log.n)
+        change = x - mean(y)
+        w = w - change - sigma / alpha
+        up = rho * change / change.norm()
+    return End(w, sent=log.everybody(w + up), kept={"gradient": {k: own[k] for k in log.seen}})
+
+
 @replays(m.FedDecorr, own={"beta": 0.4})
 def feddecorr(log, beta):
     """Shi et al., 2023, by the official code: squared products of standardised features, off the diagonal."""

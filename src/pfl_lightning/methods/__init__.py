@@ -61,6 +61,7 @@ from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedgloss import FedGloSS
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
@@ -169,6 +170,7 @@ __all__ = [
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedGloSS",
     "FedIT",
     "FedKD",
     "FedLC",

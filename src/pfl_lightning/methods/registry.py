@@ -98,6 +98,7 @@ METHODS = (
     Method("FedDyn", m.FedDyn, file="feddyn"),
     Method("FedETF", m.FedETF, file="fedetf"),
     Method("FedGen", m.FedGen, file="fedgen"),
+    Method("FedGloSS", m.FedGloSS, file="fedgloss"),
     Method("FedLC", m.FedLC, file="fedlc"),
     Method("FedLESAM", m.FedLESAM, file="fedlesam"),
     Method("FedNH", m.NormalizedHead, file="fednh"),
