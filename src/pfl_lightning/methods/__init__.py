@@ -66,6 +66,7 @@ from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
+from pfl_lightning.methods.fedloge import FedLoGe
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
@@ -175,6 +176,7 @@ __all__ = [
     "FedKD",
     "FedLC",
     "FedLESAM",
+    "FedLoGe",
     "FedMD",
     "FedMRL",
     "FedNTD",

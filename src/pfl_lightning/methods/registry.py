@@ -151,6 +151,7 @@ METHODS = (
     Method("FedCP", m.FedCP, file="fedcp"),
     Method("FedDBE", m.FedDBE, file="feddbe"),
     Method("FedGELA", m.FedGELA, file="fedgela"),
+    Method("FedLoGe", m.FedLoGe, file="fedloge"),
     Method("FedPAC", m.PACClient, file="fedpac"),
     Method("FedPer", m.FedPer, file="fedper"),
     Method("FedRep", m.FedRep, file="fedrep"),
