@@ -30,6 +30,7 @@ from pfl_lightning.methods.fedexp import FedExP
 from pfl_lightning.methods.fedfomo import AffinityPool
 from pfl_lightning.methods.fedgen import FeatureGenerator
 from pfl_lightning.methods.fedgh import GlobalHeader
+from pfl_lightning.methods.fedgloss import GlobalSharpness
 from pfl_lightning.methods.fedit import AdapterAverage
 from pfl_lightning.methods.fedkd import LowRankAverage
 from pfl_lightning.methods.fedlaw import FedLAW
@@ -110,6 +111,7 @@ __all__ = [
     "FisherAverage",
     "GeneralizationAdjustment",
     "GlobalHeader",
+    "GlobalSharpness",
     "GossipAverage",
     "HyperNetwork",
     "HyperStep",

@@ -61,10 +61,12 @@ from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedgloss import FedGloSS
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
+from pfl_lightning.methods.fedloge import FedLoGe
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
@@ -169,10 +171,12 @@ __all__ = [
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedGloSS",
     "FedIT",
     "FedKD",
     "FedLC",
     "FedLESAM",
+    "FedLoGe",
     "FedMD",
     "FedMRL",
     "FedNTD",
