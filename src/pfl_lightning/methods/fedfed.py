@@ -268,7 +268,7 @@ class FedFed(FedAvg):
             data: the client's data.
         """
         generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "fedfed"))
-        sigmas = torch.tensor(self.noise)
+        sigmas = torch.tensor(self.noise, dtype=torch.float64)
         made, classes = [], []
         for x, y in data.train.chunks():
             check_floating(x)
@@ -308,8 +308,9 @@ class FeatureBank(WeightedAverage):
                 f"aggregator FeatureBank averages a generator that model {type(module).__name__} doesn't have; take "
                 "model FedFed."
             )
-        self.classes, self.end = module.num_classes, module.distill_rounds + bool(module.noise)
-        self.state |= {"generator": detached(distilled(module)) if module.distill_rounds else {}, "shared_features": {}}
+        self.classes = module.num_classes
+        self.end = module.distill_rounds + bool(module.distill_rounds and module.noise)
+        self.state |= {"generator": detached(distilled(module)), "shared_features": {}, "next": 0}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
         """Average what was trained, or keep what was shared; log the number of shared features then."""
@@ -322,8 +323,7 @@ class FeatureBank(WeightedAverage):
         if parts := [update["shared_features"] for update in updates.values() if update["shared_features"]]:
             log["shared"] = float(self.keep(parts))
         log |= super().aggregate({client: update for client, update in updates.items() if update["weights"]}, round)
-        if updates and round + 1 >= self.end:
-            self.state["generator"] = {}
+        self.state["next"] = round + 1 if updates else self.state["next"]
         return log
 
     def keep(self, parts: list[dict[str, Tensor]]) -> int:
@@ -341,8 +341,14 @@ class FeatureBank(WeightedAverage):
         return len(y)
 
     def download(self, client: int) -> Message:
-        """Return the model, the generator in the first rounds, and then the shared features."""
-        return super().download(client) | {name: self.state[name] for name in ("generator", "shared_features")}
+        """Return the model, the generator while clients use it, and then the shared features."""
+        used = self.state["next"] < self.end
+        own = {"generator": self.state["generator"] if used else {}, "shared_features": self.state["shared_features"]}
+        return super().download(client) | own
+
+    def global_model(self) -> StateDict:
+        """Return the model, with generator and classifier."""
+        return super().global_model() | self.state["generator"]
 
 
 class Generator(nn.Module):

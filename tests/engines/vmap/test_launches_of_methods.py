@@ -34,6 +34,7 @@ ONE_BY_ONE = {
     "feddg_ga": SAMPLES,
     "feddistill": SAMPLES,
     "fedem": SAMPLES,
+    "fedfed": SAMPLES,
     "fedfomo": SAMPLES,
     "fedgen": UNMARKED,
     "fedkd": VALUES,
