@@ -72,10 +72,9 @@ class FedFed(FedAvg):
     them once. They hold images as inputs of the net, so that random augmentations have no part in them.
 
     **Privacy.** Shared features are data: a version of every training sample, with its class, which the server and all
-    clients can look at. Noise alone guarantees nothing: it isn't calibrated to a bound of :math:`\lVert x_s \rVert`,
-    neither here nor in the official code, whose images of 3,072 numbers have norms far above the noise. Of two noisy
-    versions the mean has less noise than either, and who knows a simulation's seed can take all of it off. Guarantees
-    of differential privacy are refused.
+    clients can look at. Their noise guarantees nothing: it is calibrated to no bound of :math:`\lVert x_s \rVert`,
+    neither here nor in the official code. Of two noisy versions the mean has less noise than either, and who knows a
+    simulation's seed can take all of it off. Guarantees of differential privacy are refused.
 
     The official code has images of [0, 1] and a sigmoid behind q; here images are of [-1, 1], with a tanh, so that its
     noises of 0.15 and 0.25 are 0.3 and 0.5, and its :math:`\lambda_r` of 5, which its curriculum always multiplies by
@@ -88,7 +87,7 @@ class FedFed(FedAvg):
     Args:
         distill_rounds: T, at least 0; 0 is the parent bit for bit.
         noise: the standard deviations :math:`\sigma_i` in the unit of inputs, each at least 0; without any, no round
-            shares, and later ones are those of the parent.
+            shares, and later ones are those of the parent. For images q has BatchNorm, and no batch is of one sample.
         reconstruction: :math:`\lambda_r`, at least 0.
         divergence: :math:`\lambda_k`, at least 0.
         sensitive: :math:`\lambda_s`, at least 0.
@@ -144,8 +143,10 @@ class FedFed(FedAvg):
             )
         self.distill_rounds, self.noise, self.distill_lr = distill_rounds, tuple(noise), distill_lr
         self.reconstruction, self.divergence, self.sensitive, self.whole = reconstruction, divergence, sensitive, whole
-        self.generator = Generator(self.input_shape, width, latent)  # q
-        add_copy(self, "judge", self.net)  # f
+        # not without rounds for it: its BatchNorm would have batches of one sample left out, also of nets without any
+        if distill_rounds:
+            self.generator = Generator(self.input_shape, width, latent)  # q
+            add_copy(self, "judge", self.net)  # f
         # what each download brings: shared features, sorted by class, and where each class is among them
         self.register_buffer("bank", torch.zeros(0), persistent=False)
         for name in ("held", "counts", "starts"):
@@ -348,7 +349,8 @@ class FeatureBank(WeightedAverage):
 
     def global_model(self) -> StateDict:
         """Return the model, with generator and classifier."""
-        return super().global_model() | self.state["generator"]
+        generator: StateDict = self.state["generator"]
+        return super().global_model() | generator
 
 
 class Generator(nn.Module):
