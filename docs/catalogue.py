@@ -152,6 +152,7 @@ def exports_of_aggregators() -> str:
     )
 
 
+@cache
 def own_server(client: str) -> str:
     """Return the name of the aggregator that a client module brings along."""
     found = re.search(r"def configure_aggregator.*?return (\w+)\(", ast.unparse(classes()[client][1]), re.DOTALL)

@@ -64,7 +64,7 @@ def test_promised_columns_and_entries_are_in_a_run(tmp_path):
         assert len(promised) > 3 and not set(promised) - there.keys(), name
 
 
-CACHED = ("configurations", "families", "declared", "classes", "servers", "clients")
+CACHED = ("configurations", "families", "declared", "classes", "servers", "clients", "own_server")
 
 
 @pytest.fixture

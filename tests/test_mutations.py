@@ -101,6 +101,7 @@ def test_each_mutation_has_its_verdict_and_an_interrupted_run_goes_on(tiny, caps
     assert not capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_with_all_tests_one_may_notice_what_it_does_not_name(tiny):
     last = "[*vars(importlib.import_module('tiny.i' + 'dle')).values()][-1]"
     text = f"import importlib\n\n\ndef test_rest():\n    assert not {last}()\n"
@@ -110,6 +111,7 @@ def test_with_all_tests_one_may_notice_what_it_does_not_name(tiny):
     assert row["verdict"] == "others" and row["by"] == "tests/test_rest.py::test_rest"
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_fails_without_the_mutation_too_decides_nothing(tiny):
     broken = tiny / "tests" / "sums" / "test_total.py"
     broken.write_text(broken.read_text().replace("== 3", "== 4"))
@@ -166,6 +168,7 @@ def test_each_kind_of_change():
     assert made("x = rng.random() < a") == set()
 
 
+@pytest.mark.exhaustive
 def test_mutations_of_the_package_are_spread_over_rooms_change_a_line_and_parse():
     rooms = SCRIPT["modules"](ROOT)
     draw = SCRIPT["drawn"](ROOT, list(rooms), 3 * len(rooms) + 2, 5)

@@ -49,6 +49,7 @@ main(["status", "runs"])
 """
 
 
+@pytest.mark.exhaustive
 @SIMULATED
 def test_the_quickstart_runs_and_goes_on_as_on_windows(tmp_path):
     line = f"fit --config quickstart {QUIET} --trainer.client_states disk".split()
