@@ -27,6 +27,7 @@ from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddyn import DynamicAverage
 from pfl_lightning.methods.fedex_lora import ResidualAverage
 from pfl_lightning.methods.fedexp import FedExP
+from pfl_lightning.methods.fedfed import FeatureBank
 from pfl_lightning.methods.fedfomo import AffinityPool
 from pfl_lightning.methods.fedgen import FeatureGenerator
 from pfl_lightning.methods.fedgh import GlobalHeader
@@ -89,6 +90,7 @@ __all__ = [
     "DomainConsensus",
     "DynamicAverage",
     "FairAverage",
+    "FeatureBank",
     "FeatureGenerator",
     "FeatureStatistics",
     "FedACG",

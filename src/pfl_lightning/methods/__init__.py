@@ -57,6 +57,7 @@ from pfl_lightning.methods.feddyn import FedDyn
 from pfl_lightning.methods.fedem import FedEM
 from pfl_lightning.methods.fedetf import FedETF
 from pfl_lightning.methods.fedex_lora import FedExLoRA
+from pfl_lightning.methods.fedfed import FedFed
 from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
@@ -167,6 +168,7 @@ __all__ = [
     "FedEM",
     "FedETF",
     "FedExLoRA",
+    "FedFed",
     "FedFomo",
     "FedGELA",
     "FedGH",

@@ -97,6 +97,7 @@ METHODS = (
     Method("FedDecorr", m.FedDecorr, file="feddecorr"),
     Method("FedDyn", m.FedDyn, file="feddyn"),
     Method("FedETF", m.FedETF, file="fedetf"),
+    Method("FedFed", m.FedFed, file="fedfed"),
     Method("FedGen", m.FedGen, file="fedgen"),
     Method("FedGloSS", m.FedGloSS, file="fedgloss"),
     Method("FedLC", m.FedLC, file="fedlc"),

@@ -33,6 +33,7 @@ ONE_BY_ONE = {
     "feddg_ga": SAMPLES,
     "feddistill": SAMPLES,
     "fedem": SAMPLES,
+    "fedfed": SAMPLES,
     "fedfomo": SAMPLES,
     "fedgen": UNMARKED,
     "fedkd": VALUES,
