@@ -1,4 +1,4 @@
-"""ROUGE-L of the answers that clients' language models generate during a run."""
+"""ROUGE-L of the answers of clients' language models during a run."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -20,7 +20,7 @@ from pfl_lightning.tasks import NextToken
 
 
 class AnswerScores(FederatedCallback):
-    """Measure ROUGE-L of the answers that clients' models generate to their own prompts, as ``rouge_l``.
+    """Measure ROUGE-L of clients' answers to their own prompts, as ``rouge_l``.
 
     Where a round is evaluated, each client's model answers the prompts of the first conversations in the client's own
     split, by the most likely token each time; a client's ``rouge_l`` is the mean over them, of `scores`. The prompt of
@@ -145,7 +145,7 @@ class AnswerScores(FederatedCallback):
 
 
 def last_answers(x: Tree, target: Tensor, ignore_index: int = -100) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens before the last answer of each text, and those of the answer.
+    """Return the tokens before the last answer of each text, and the answer's tokens.
 
     >>> from torch import tensor
     >>> last_answers(tensor([[5, 6, 7, 8, 0]]), tensor([[6, -100, 8, 9, -100]]))

@@ -121,7 +121,7 @@ class FedALA(FedAvg):
         }
 
     def learn(self, weights: StateDict, drawn: Samples, own: Tensor) -> StateDict:
-        """Return weights after further training on some samples; those of a client that never trained stay.
+        """Return weights after further training on some samples; a client without earlier training keeps its own.
 
         Args:
             weights: :math:`W_i`, by name.

@@ -1,4 +1,4 @@
-r"""FedFed: clients share the part of each sample that the classifier needs, with noise, and train on all shared parts.
+r"""FedFed: clients share a part of each sample, enough for a classifier, with noise, and train on all shared parts.
 
 Source: Yang et al., 2023 (https://arxiv.org/abs/2310.05077). Symbols: x is a sample, y its class, q the generator,
 :math:`x_r = q(x)` the performance-robust features and :math:`x_s = x - x_r` the performance-sensitive ones; f is a
@@ -40,7 +40,7 @@ def is_distilled(name: str) -> bool:
 
 
 def distilled(client: ClientModule) -> StateDict:
-    """Return the entries of generator and classifier that travel, as references.
+    """Return the travelling entries of generator and classifier, as references.
 
     Args:
         client: the client module.
@@ -163,15 +163,15 @@ class FedFed(FedAvg):
         return bool(self.noise) and 0 < self.distill_rounds == self.round
 
     def is_personal(self, name: str) -> bool:
-        """Keep nothing of the generator and its classifier, which come with each download as long as they are used."""
+        """Keep nothing of generator and classifier, which come with each download as long as clients use both."""
         return super().is_personal(name) and not is_distilled(name)
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """Return the model if this round has trained it."""
+        """Return the model if this round has trained one."""
         return {} if self.distils or self.shares else super().shared_state()
 
     def local_phases(self) -> list[Phase]:
-        """Train the generator and its classifier, then for one round nothing, then the model."""
+        """Train generator and classifier, then for one round nothing, then the model."""
         if self.distils:
             return [Phase("distill", trains=is_distilled, scheduled=False)]
         return [] if self.shares else self.joining_phases()
@@ -191,7 +191,7 @@ class FedFed(FedAvg):
         return super().local_optimizer(phase, parameters)
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
-        """Load the model, generator and classifier in the first rounds, and the shared features if there are any."""
+        """Load the model, generator and classifier in the first rounds, and shared features if any were sent."""
         super().on_download(payload, data)
         self.assign(payload["generator"])
         shared = payload["shared_features"]
@@ -211,7 +211,7 @@ class FedFed(FedAvg):
         return super().training_step((torch.cat([x, *shared]), torch.cat([y, *classes])), batch_idx)
 
     def distillation(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Return L, with its first two parts.
+        """Return L and the first two parts.
 
         Args:
             x: inputs ``[n, *input_shape]``.
@@ -255,7 +255,7 @@ class FedFed(FedAvg):
         return self.bank[rows, torch.arange(noises, device=device)[:, None]], classes
 
     def upload(self, data: ClientData) -> Message:
-        """Return what was trained, or in the round of sharing the noisy features of all training samples."""
+        """Return the trained entries, or in the round of sharing the noisy features of all training samples."""
         return super().upload(data) | {
             "generator": distilled(self) if self.distils else {},
             "shared_features": self.shared(data) if self.shares else {},
@@ -282,7 +282,7 @@ class FedFed(FedAvg):
         return {"x": torch.cat(made), "y": torch.cat(classes)}
 
     def configure_aggregator(self) -> Aggregator:
-        """Return a server that keeps the shared features."""
+        """Return the server with the shared features."""
         return FeatureBank()
 
 
@@ -314,7 +314,7 @@ class FeatureBank(WeightedAverage):
         self.state |= {"generator": detached(distilled(module)), "shared_features": {}, "next": 0}
 
     def aggregate(self, updates: Updates, round: int) -> dict[str, float]:
-        """Average what was trained, or keep what was shared; log the number of shared features then."""
+        """Average trained entries, or keep shared features and log their number."""
         log: dict[str, float] = {}
         distilling = {client: update for client, update in updates.items() if update["generator"]}
         if distilling:
@@ -328,7 +328,7 @@ class FeatureBank(WeightedAverage):
         return log
 
     def keep(self, parts: list[dict[str, Tensor]]) -> int:
-        """Keep clients' shared features, and return how many there are.
+        """Keep clients' shared features, and return their number.
 
         Args:
             parts: each client's ``x`` ``[n, noises, *input_shape]`` and ``y`` ``[n]``.
@@ -342,7 +342,7 @@ class FeatureBank(WeightedAverage):
         return len(y)
 
     def download(self, client: int) -> Message:
-        """Return the model, the generator while clients use it, and then the shared features."""
+        """Return the model, the generator as long as clients use one, and then the shared features."""
         used = self.state["next"] < self.end
         own = {"generator": self.state["generator"] if used else {}, "shared_features": self.state["shared_features"]}
         return super().download(client) | own
@@ -424,7 +424,7 @@ class Residual(nn.Module):
 
 
 def halving(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], before: int, after: int) -> nn.Module:
-    """Return a convolution that halves each side of an image, or a transposed one that doubles it.
+    """Return a convolution to half of each side of an image, or a transposed one to the double.
 
     Args:
         kind: ``Conv2d`` or ``ConvTranspose2d``.
@@ -435,7 +435,7 @@ def halving(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], before: int, after
 
 
 def check_floating(x: Tensor) -> None:
-    """Refuse inputs that no features can be taken off.
+    """Refuse inputs of whole numbers.
 
     Args:
         x: inputs.

@@ -62,7 +62,7 @@ class FedGloSS(FedDyn, FedSAM):
         self.rho = rho
 
     def configure_aggregator(self) -> Aggregator:
-        """Return the server that goes up before clients train."""
+        """Return the server with an ascent before clients' training."""
         return GlobalSharpness()
 
 

@@ -1,4 +1,4 @@
-r"""FedLoGe: features trained under a fixed sparse classifier, and two heads on them whose class vectors are realigned.
+r"""FedLoGe: features trained under a fixed sparse classifier, and two heads on these with realigned class vectors.
 
 Source: Xiao et al., 2024 (https://arxiv.org/abs/2401.08977). Symbols: z are a sample's features of width d, C the
 number of classes, :math:`\psi` the fixed classifier ``[d, C]``, :math:`\phi` the global head and :math:`\phi_k` client
@@ -25,7 +25,7 @@ PASSES = 100
 
 
 def sparse_simplex(size: int, num_classes: int, sparsity: float) -> Tensor:
-    """Return unit class vectors ``[d, C]`` with zeros at random places, and angles near those of a simplex.
+    """Return unit class vectors ``[d, C]`` with zeros at random places, and angles near a simplex's.
 
     Matrices with the angles of a simplex and matrices with the zeros are two sets; each pass goes to the nearest matrix
     of the first set, and then of the second one. It is the same in each call, and so at all clients and sites, without
