@@ -1,6 +1,7 @@
 """Peak memory of a language model's training beside what `pfl-lightning memory` computes, on a CPU under Linux.
 
     python benchmarks/lm_memory.py [--model FOLDER] [--length 1024] [--batch 1 2] [--chunk 0 256]
+        [--checkpointing] [--exact]
 
 Each line is a run in a process of its own: two clients, one step of AdamW each on texts of ``--length`` tokens, with
 adapters of rank 8 beside queries and values. Without a folder the model has the sizes of SmolLM2-135M, 30 layers and
@@ -41,12 +42,12 @@ def resident(field: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 
 
-def fit(model: str, words: int, length: int, batch: int, chunk: int | None) -> None:
+def fit(model: str, words: int, length: int, batch: int, chunk: int | None, checkpointing: bool) -> None:
     """Train two clients for a step each."""
     tokens = torch.randint(0, words, (2 * batch, length + 1))
     settings = {"client": torch.arange(2 * batch) % 2, "val_fraction": 0.0, "test_fraction": 0.0}
     data = TensorData(tokens[:, :-1], tokens[:, 1:].clone(), task=NextToken(words), batch_size=batch, **settings)
-    net = partial(CausalLM, model=model, chunk_tokens=chunk)
+    net = partial(CausalLM, model=model, chunk_tokens=chunk, gradient_checkpointing=checkpointing)
     client = FedAvg(net, (length,), task=data.task, optimizer=partial(AdamW, lr=1e-3))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = FederatedTrainer(max_rounds=1, engine="sequential", enable_model_summary=False, **quiet)
@@ -61,25 +62,25 @@ def written(folder: Path, sizes: dict[str, object]) -> str:
     return str(folder)
 
 
-def measured(model: str, length: int, batch: int, chunk: int | None) -> int:
+def measured(model: str, length: int, batch: int, chunk: int | None, checkpointing: bool) -> int:
     """Return the peak of a run in this process, above what a tiny run leaves."""
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        fit(written(Path(folder), TINY), 64, 8, 1, None)
+        fit(written(Path(folder), TINY), 64, 8, 1, None, checkpointing)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    fit(model, AutoConfig.from_pretrained(model).vocab_size, length, batch, chunk)
+    fit(model, AutoConfig.from_pretrained(model).vocab_size, length, batch, chunk, checkpointing)
     return resident("VmHWM") - before
 
 
-def computed(model: str, length: int, batch: int, chunk: int | None) -> int:
+def computed(model: str, length: int, batch: int, chunk: int | None, checkpointing: bool) -> int:
     """Return the peak by shapes alone."""
     from transformers import AutoConfig
 
     words = AutoConfig.from_pretrained(model).vocab_size
     with torch.device("meta"):
-        net = partial(CausalLM, model=model, chunk_tokens=chunk)
+        net = partial(CausalLM, model=model, chunk_tokens=chunk, gradient_checkpointing=checkpointing)
         client = FedAvg(net, (length,), task=NextToken(words), optimizer=partial(AdamW, lr=1e-3))
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     plan = planned(client, (tokens, tokens.clone()), nullcontext)
@@ -93,11 +94,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--chunk", type=int, nargs="+", default=[0, 256])
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(measured(options.model, options.length, options.batch[0], options.chunk[0] or None))
+        print(
+            measured(options.model, options.length, options.batch[0], options.chunk[0] or None, options.checkpointing)
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or written(Path(folder), SMOLLM2)
@@ -105,9 +109,11 @@ def main() -> None:
         for batch in options.batch:
             for chunk in options.chunk:
                 given = ["--one", "--model", model, "--length", str(options.length)]
+                given += ["--checkpointing"] if options.checkpointing else []
                 line = [sys.executable, __file__, *given, "--batch", str(batch), "--chunk", str(chunk)]
                 found = subprocess.run(line, env=environment, check=True, capture_output=True, text=True)
-                peak, plan = int(found.stdout.split()[-1]), computed(model, options.length, batch, chunk or None)
+                peak = int(found.stdout.split()[-1])
+                plan = computed(model, options.length, batch, chunk or None, options.checkpointing)
                 sizes = f"measured {peak / MIB:,.0f} MiB, computed {plan / MIB:,.0f} MiB, ratio {plan / peak:.2f}"
                 print(f"batch {batch} x {options.length:,} tokens, chunk {chunk or 'none'}: {sizes}", flush=True)
 

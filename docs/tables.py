@@ -117,6 +117,8 @@ def shown(entries: frozenset[str], row: dict[str, str]) -> str:
         return "nothing"
     if entries == {"class_counts"}:
         return "`class_counts`"
+    if "shared_features" in entries:
+        return "data: a noisy version of each training sample, with its class"
     if "class" in row["needs"]:
         return "means by class, and so which classes there are"
     if "weights" not in row["up"] and row["needs"] == "data at the server":
@@ -148,6 +150,8 @@ def guarantee(client: ClientModule, aggregator: Aggregator, row: dict[str, str])
     if client.pools:
         return "refused: all samples lie in one place"
     entries = sent(client, aggregator) - {"weights", "num_samples"}
+    if "shared_features" in entries:
+        return "refused: their noise is calibrated to no bound"
     if entries - {"class_counts"}:
         return "refused: no noise is added to these"
     if "models" in client.needs:

@@ -46,7 +46,7 @@ ROWS = [
 ]
 
 
-def fitted(method, tokenizer, rounds):
+def fitted(method, tokenizer, rounds, rows=4 * ROWS, options=""):
     """The last checkpoint of a run of the command line in the working folder, on a tiny model."""
     transformers = pytest.importorskip("transformers", reason=WANTED)
     pytest.importorskip("peft", reason=WANTED)
@@ -54,9 +54,9 @@ def fitted(method, tokenizer, rounds):
     config = transformers.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
     tokenizer.save_pretrained("model")
-    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in 4 * ROWS))
+    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     net = f"--model {method} --model.net CausalLM --model.net.model model --model.optimizer AdamW"
     data = "--data ChatData --data.path chats.jsonl --data.tokenizer model --data.max_length 24"
-    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds {rounds} {QUIET}")
+    pfl(f"fit {net} {data} --trainer.checkpoint_common false --trainer.max_rounds {rounds} {QUIET} {options}")
     (checkpoint,) = Path("runs").glob("*/*/checkpoints/last.ckpt")
     return checkpoint

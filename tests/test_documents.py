@@ -301,7 +301,19 @@ def small(line: str) -> str:
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda path: path.stem)
 @pytest.mark.by_default(
-    but=["by_site", "forecast", "sweep", "log", "table", "image_folders", "chat", "volumes", "autoencoder", "detection"]
+    but=[
+        "without_server",
+        "by_site",
+        "forecast",
+        "sweep",
+        "log",
+        "table",
+        "image_folders",
+        "chat",
+        "volumes",
+        "autoencoder",
+        "detection",
+    ]
 )
 def test_a_page_of_how_to_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     """Its Python and its commands, in their order and in one folder."""

@@ -509,6 +509,7 @@ def test_validation_chooses_and_test_rows_only_report(made):
 
 
 @pytest.mark.parametrize(("seeds", "says"), [(4, "Further seeds tell how much"), (10, "% of the width of Ditto's")])
+@pytest.mark.by_default("10-")
 def test_the_width_of_intervals_is_split_where_training_was_repeated(made, seeds, says):
     levels = {"Local": 0.5, "FedAvg": 0.4, "Ditto": 0.8}
     made.accuracies = lambda run: [(levels[run.method.split()[0]] + k * wobble(run), 0.5) for k in range(3)]

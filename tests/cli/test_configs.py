@@ -64,6 +64,9 @@ def test_the_nearest_name_is_told(name, near, capsys):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.by_default(
+    "FedPer", "WDR", "FedAWA", "FedReMa", "FedClassAvg", "FedIT", "DP-SCAFFOLD", "HeteroFL", "kNN-Per"
+)
 def test_every_method_runs_by_its_name_or_says_how(method, capsys):
     assert find(f"methods/{method.name}") or method.file != method.name
     assert (path := find(f"methods/{method.file}")) is not None and path.parent == FOLDER / "methods"

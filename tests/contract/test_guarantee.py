@@ -38,6 +38,7 @@ def client_of(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.by_default("fedavg", "fedper", "scaffold", "fedproto", "fedamp", "fedit", "ditto", "local")
 def test_each_method_runs_with_its_guarantee_or_is_refused_with_the_reason(path):
     kind, settings = client_of(path)
     client = make_client(kind, **settings)

@@ -18,6 +18,7 @@ ROUNDS = 4
 WHOLE = {"widths": (1.0,)}
 SETTINGS = {
     "FedClassAvg": {"contrastive": False},
+    "FedFed": {"distill_rounds": ROUNDS - 2},
     "FedSelect": {"every": 1},
     "FedRolex": WHOLE,
     "FjORD": WHOLE,

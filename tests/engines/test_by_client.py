@@ -58,6 +58,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("method", [FedPer, Ditto, ControlVariates])
+@pytest.mark.by_default("FedPer", "Ditto-{'local_epochs': [2")
 def test_engines_agree(method, settings):
     fitted = partial(fit, max_rounds=3, **settings)
     make = partial(make_client, method, net=noisy, optimizer_lifetime="run")

@@ -23,6 +23,7 @@ CLIENTS = {
     "Ditto": {"personal_lambda": 2.0},
     "FedALA": {"layers": 3, "max_passes": 5},
     "FedClassAvg": {"contrastive": False},
+    "FedFed": {"distill_rounds": 1},
     "FedGen": {"noise_size": 4, "hidden": 6},
     "FedKD": {"distill": 1.0},
     "FedMD": {"initial_epochs": 2, "distill_batch_size": 4},

@@ -7,7 +7,7 @@ from federations import fit, make_client
 from pfl_lightning.methods.registry import METHODS
 from sweeps import swept
 
-SETTINGS = {"FedClassAvg": {"contrastive": False}}
+SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedFed": {"distill_rounds": 0}}
 AS_GIVEN = {"public"}
 """Entries of payloads that are no result, but samples as they were read."""
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from federations import CLASSES, HIDDEN, Spy, blobs, equal, fit, load_client, make_client, near, noisy, plain
+from pfl_lightning.data import client_data
 from pfl_lightning.messages import num_bytes, weighted_mean
-from pfl_lightning.methods import fedala
 from pfl_lightning.methods.fedala import FedALA
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.seeds import derive_seed
@@ -144,7 +144,7 @@ def test_another_share_of_the_samples_gives_other_weights():
 
 def test_samples_are_drawn_anew_for_each_client_and_round(monkeypatch):
     seeds = []
-    monkeypatch.setattr(fedala, "derive_seed", lambda *key: seeds.append(key) or derive_seed(*key))
+    monkeypatch.setattr(client_data, "derive_seed", lambda *key: seeds.append(key) or derive_seed(*key))
     fit(make_client(partial(FedALA, max_passes=2)))
     counts = Counter(seeds)
     # evaluated with the samples that the next round trains with, and after the last round and at the end

@@ -675,6 +675,30 @@ def fedlesam(log, rho):
     return End(x)
 
 
+@replays(m.FedGloSS, servers.GlobalSharpness, local_epochs=2, own={"alpha": 0.25}, server={"rho": 0.3})
+def fedgloss(log, alpha, rho):
+    """Caldarola et al., 2025, Algorithm 1, from a model that goes up along the last round's change of all.
+
+    The official code divides the step of the server's dual variable by the round's clients too, and takes local epochs
+    from a model of their own each. Clients count equally.
+    """
+    w, up, sigma, own = log.start, 0, 0, log.everybody(torch.zeros_like(log.start))
+    for t, cohort in log.rounds():
+        x = w + up
+        y = dict.fromkeys(cohort, x)
+        for k in cohort:
+            for a, b in log.batches(t, k):
+                g = slope(cross_entropy, y[k], a, b)
+                g = slope(cross_entropy, y[k] + 0.15 * g / g.norm(), a, b)
+                y[k] = y[k] - LR * (g - own[k] + alpha * (y[k] - x))
+            own[k] = own[k] - alpha * (y[k] - x)
+        sigma = sigma - alpha * sum(y[k] - x for k in cohort) / len(log.n)
+        change = x - mean(y)
+        w = w - change - sigma / alpha
+        up = rho * change / change.norm()
+    return End(w, sent=log.everybody(w + up), kept={"gradient": {k: own[k] for k in log.seen}})
+
+
 @replays(m.FedDecorr, own={"beta": 0.4})
 def feddecorr(log, beta):
     """Shi et al., 2023, by the official code: squared products of standardised features, off the diagonal."""
@@ -1379,6 +1403,43 @@ def fedrod(log, gamma):
         x = mean(y, log.n)
     outputs = {k: logits(x, a) + classify(own[k], features(x, a)) for k in log.seen for a, _ in [log.split(k, "test")]}
     return End(x, kept={"personal": {k: v[HEAD] for k, v in own.items()}}, outputs=outputs)
+
+
+@replays(m.FedLoGe, own={"sparsity": 0.4, "norm": 0.7, "scale": 1.7})
+def fedloge(log, sparsity, norm, scale):
+    """Xiao et al., 2024: features by a fixed classifier, and two heads on them, of which the own one lends its lengths.
+
+    Officially classes without test samples are ruled out of predictions, and the fixed classifier has a random bias.
+    """
+    frame = log.run.model.frame
+    torch.testing.assert_close(frame.norm(dim=0), torch.full((CLASSES,), norm, dtype=torch.float64), rtol=1e-6, atol=0)
+
+    def by_frame(w, a, b):
+        return F.cross_entropy(features(w, a) @ frame, b)
+
+    def by_head(w, a, b, body):
+        return F.cross_entropy(classify(w, features(body, a)), b)
+
+    def predicted(w, v, a):
+        _, _, weight, bias = split(w)
+        _, _, own, _ = split(v)
+        h = features(w, a)
+        if v is log.start:
+            return h @ (scale * weight / weight.norm(dim=1, keepdim=True)).T + bias
+        return h @ (weight * own.norm(dim=1, keepdim=True)).T + bias + classify(v, h)
+
+    x, own = log.start, log.everybody(log.start)
+    for t, cohort in log.rounds():
+        y = dict.fromkeys(cohort, x)
+        for k in cohort:
+            for batch in log.batches(t, k):
+                body = sgd(y[k], [batch], by_frame, part=BODY)
+                head = sgd(y[k], [batch], by_head, y[k], part=HEAD)
+                own[k] = sgd(own[k], [batch], by_head, y[k], part=HEAD)
+                y[k] = torch.cat([body[BODY], head[HEAD]])
+        x = mean(y, log.n)
+    outputs = {k: predicted(x, own[k], log.split(k, "test")[0]) for k in own}
+    return End(x, kept={"personal": {k: own[k][HEAD] for k in log.seen}}, outputs=outputs)
 
 
 @replays(

@@ -27,9 +27,11 @@ from pfl_lightning.methods.feddisco import FedDisco
 from pfl_lightning.methods.feddyn import DynamicAverage
 from pfl_lightning.methods.fedex_lora import ResidualAverage
 from pfl_lightning.methods.fedexp import FedExP
+from pfl_lightning.methods.fedfed import FeatureBank
 from pfl_lightning.methods.fedfomo import AffinityPool
 from pfl_lightning.methods.fedgen import FeatureGenerator
 from pfl_lightning.methods.fedgh import GlobalHeader
+from pfl_lightning.methods.fedgloss import GlobalSharpness
 from pfl_lightning.methods.fedit import AdapterAverage
 from pfl_lightning.methods.fedkd import LowRankAverage
 from pfl_lightning.methods.fedlaw import FedLAW
@@ -88,6 +90,7 @@ __all__ = [
     "DomainConsensus",
     "DynamicAverage",
     "FairAverage",
+    "FeatureBank",
     "FeatureGenerator",
     "FeatureStatistics",
     "FedACG",
@@ -110,6 +113,7 @@ __all__ = [
     "FisherAverage",
     "GeneralizationAdjustment",
     "GlobalHeader",
+    "GlobalSharpness",
     "GossipAverage",
     "HyperNetwork",
     "HyperStep",

@@ -2,6 +2,7 @@
 
 from pfl_lightning.callbacks.adapter_folders import AdapterFolders
 from pfl_lightning.callbacks.aggregation_pictures import AggregationPictures
+from pfl_lightning.callbacks.answer_scores import AnswerScores
 from pfl_lightning.callbacks.attacks import (
     ALIE,
     IPM,
@@ -44,6 +45,7 @@ __all__ = [
     "AdapterFolders",
     "AdaptiveAttack",
     "AggregationPictures",
+    "AnswerScores",
     "Attack",
     "Backdoor",
     "BestCheckpoint",

@@ -1,7 +1,7 @@
 """A look at the first rounds of a run: whether anything was learned, and why not."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,12 +31,15 @@ class FirstRounds(FederatedCallback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.start: StateDict = {}
         self.changes: set[bool] = set()
         """Whether parameters in updates of the last of the first rounds are others than at the start."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin without any round."""
         self.rows, self.changes = [], set()
+        # the server may have more than clients share as weights, such as FedFed's generator
+        self.start = cast(Federation, pl_module).aggregator.global_model()
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Compare a client's update of the last of the first rounds, unless another one has changed."""
@@ -71,7 +74,8 @@ class FirstRounds(FederatedCallback):
     def _others_changed(self, federation: Federation) -> bool:
         """Return whether the server or a client has another parameter; also True where nothing can be compared."""
         trained, changes = trained_names(federation), self.changes
-        changes = changes | comparisons(federation.aggregator.global_model(), federation.shared, trained[0])
+        before = self.start | federation.shared
+        changes = changes | comparisons(federation.aggregator.global_model(), before, trained[0])
         for client, state in federation.clients.items() if True not in changes else ():
             number = federation.architecture_of(client)
             # what is at its site, or with another rank, can't be compared

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from pfl_lightning.client.module import ClientModule
+from pfl_lightning.internals.of_torch import is_wrapped, unwrapped
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -14,8 +17,9 @@ def at_once(hook: Hook) -> Hook:
     The hook then runs once under ``torch.func.vmap``, where each entry, payload and update is one client's, and on a
     GPU launches no more kernels for many clients than for one. Like a training step, it makes no decision by the value
     of a tensor (``torch.where`` does), draws no random numbers, and reads neither ``client_id`` nor samples; of the
-    data it may read ``class_counts``, ``size("train")``, ``labelled_chunks()``, and ``classes`` for keys of its update.
-    Hooks without the mark run client by client, with the same results.
+    data it may read ``class_counts``, ``size("train")``, ``labelled_chunks()``, ``drawn(...)``, and ``classes`` for
+    keys of its update. `anyone` tells whether a flag is true for any of the clients. Hooks without the mark run client
+    by client, with the same results.
 
     The mark is of this definition alone: a subclass's override needs its own.
 
@@ -25,6 +29,17 @@ def at_once(hook: Hook) -> Hook:
     # on the function: an override is another one, and has to be marked by its own author
     vars(hook)["at_once"] = True
     return hook
+
+
+def anyone(flag: Tensor) -> bool:
+    """Return whether a flag is true, for any of the clients under `at_once`; on a GPU, waits for the value.
+
+    Args:
+        flag: a boolean scalar.
+    """
+    while is_wrapped(flag):
+        flag = unwrapped(flag)
+    return bool(flag.any())
 
 
 def runs_at_once(module: ClientModule, hook: str) -> bool:

@@ -12,6 +12,7 @@ from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.target_scale import TargetScale, source_scale
 from pfl_lightning.data.trees import Tree
+from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes
 
@@ -28,6 +29,22 @@ class Source(Protocol):
 
     def size(self, client: int, split: Split) -> int:
         """Return the number of samples in one split of one client."""
+
+
+IGNORED = -100
+"""The class number that torch's cross-entropy leaves out, by default."""
+
+
+def drawn_numbers(size: int, percent: float, seed: int) -> Tensor:
+    """Return the numbers of a random share of samples, at least one, in random order.
+
+    Args:
+        size: number of samples, at least one.
+        percent: the share in percent, above 0 and up to 100.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(size, generator=generator)[: max(1, int(size * percent / 100))]
 
 
 def class_counts(task: Task, target: Tree) -> Tensor:
@@ -84,7 +101,8 @@ class ClientData:
         return self._held("test")
 
     def _held(self, split: Split) -> Samples:
-        find(list(self._together) or [self], split)
+        if split not in self._gathered:
+            find(list(self._together) or [self], split)
         parts, place = self._gathered[split]
         return parts[place]
 
@@ -107,6 +125,20 @@ class ClientData:
         Hooks for many clients at once read samples by this alone, where -1 marks the filling of smaller clients.
         """
         return cast("Iterator[tuple[Tree, Tensor]]", self.train.chunks())
+
+    def drawn(self, percent: float, name: str) -> tuple[Samples, Tensor]:
+        """Return a random share of the training samples, at least one, in random order, and which are the client's.
+
+        The draw is by a generator with the seed ``derive_seed(torch.initial_seed(), name)``. Alone, all samples are the
+        client's. For many clients at once, those of smaller clients are filled up, by a class number that torch's
+        cross-entropy leaves out of its mean.
+
+        Args:
+            percent: the share in percent, above 0 and up to 100.
+            name: of the draw.
+        """
+        rows = drawn_numbers(self.size("train"), percent, derive_seed(torch.initial_seed(), name))
+        return self.train.take(rows), torch.ones(len(rows), dtype=torch.bool, device=self._where[0])
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "ClientData":
         """Return the same client on another device, or ``self`` if device and type are the same.

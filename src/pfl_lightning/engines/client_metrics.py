@@ -135,6 +135,22 @@ class Evaluated(NamedTuple):
         """
         return {split: metrics[client] for split, metrics in self.splits.items() if client in metrics}
 
+    def with_further(self, further: Mapping[int, Mapping[str, Mapping[str, float]]]) -> "Evaluated":
+        """Return the metrics with further ones of some clients.
+
+        >>> one = Evaluated.of(3, {"val": {"loss": 0.5}, "test": {"loss": 0.25}})
+        >>> one.with_further({3: {"val": {"rouge_l": 1.0}}}).metrics(3)
+        {'val': {'loss': 0.5, 'rouge_l': 1.0}, 'test': {'loss': 0.25}}
+
+        Args:
+            further: metrics by client and split, of splits that are here.
+        """
+        splits = {
+            split: ClientMetrics.of({k: {**own, **further.get(k, {}).get(split, {})} for k, own in metrics.items()})
+            for split, metrics in self.splits.items()
+        }
+        return self._replace(splits=splits)
+
 
 def by_split(results: Iterable[Evaluated]) -> dict[str, ClientMetrics]:
     """Return the metrics by split of all clients.

@@ -38,6 +38,8 @@ Received: TypeAlias = tuple[ClientState, Message]
 """The state and the payload of a client's job."""
 ReceivedOf: TypeAlias = Callable[[int], Received]
 """Returns a client's state and payload, as the same objects for clients to which they are common."""
+Further: TypeAlias = Callable[[Engine, Sequence[int], tuple[Split, ...], JobOf], Mapping[int, Metrics]]
+"""Returns further metrics of clients, measured by an engine on splits; empty where there are none."""
 OPEN = 8
 """Different models for which clients are gathered at the same time, which bounds the payloads in memory."""
 NORMAL = 1.96
@@ -86,6 +88,8 @@ class Evaluations:
         ``test_after``, …"""
         self.groups: dict[str, set[int]] = {}
         """Sets of clients by the group's name; each gets a summary of its own, as ``GROUP/NAME/METRIC``."""
+        self.further: list[Further] = []
+        """What callbacks measure of each evaluated model, beside the metrics of outputs and targets."""
 
     @cached_property
     def pooled(self) -> dict[str, Metric]:
@@ -190,7 +194,13 @@ class Evaluations:
                     )
                 else:
                     jobs = (job_of(client, splits) for client in own)
-                results += engine.complete("evaluation", jobs)
+                evaluated: Iterable[Evaluated] = engine.complete("evaluation", jobs)
+                for measured in self.further:
+                    # all at first: the engine has a single module, which both load with clients
+                    evaluated = list(evaluated)
+                    if more := measured(engine, own, splits, job_of):
+                        evaluated = [each.with_further(more) for each in evaluated]
+                results += evaluated
         return results
 
     def _largest(self, clients: Sequence[int], splits: tuple[Split, ...]) -> Mapping[int, int]:

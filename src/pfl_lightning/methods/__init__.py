@@ -57,14 +57,17 @@ from pfl_lightning.methods.feddyn import FedDyn
 from pfl_lightning.methods.fedem import FedEM
 from pfl_lightning.methods.fedetf import FedETF
 from pfl_lightning.methods.fedex_lora import FedExLoRA
+from pfl_lightning.methods.fedfed import FedFed
 from pfl_lightning.methods.fedfomo import FedFomo
 from pfl_lightning.methods.fedgela import FedGELA
 from pfl_lightning.methods.fedgen import FedGen
 from pfl_lightning.methods.fedgh import FedGH
+from pfl_lightning.methods.fedgloss import FedGloSS
 from pfl_lightning.methods.fedit import FedIT
 from pfl_lightning.methods.fedkd import FedKD
 from pfl_lightning.methods.fedlc import FedLC
 from pfl_lightning.methods.fedlesam import FedLESAM
+from pfl_lightning.methods.fedloge import FedLoGe
 from pfl_lightning.methods.fedmd import FedMD
 from pfl_lightning.methods.fedmrl import FedMRL
 from pfl_lightning.methods.fednh import CosineClassifier, NormalizedHead
@@ -165,14 +168,17 @@ __all__ = [
     "FedEM",
     "FedETF",
     "FedExLoRA",
+    "FedFed",
     "FedFomo",
     "FedGELA",
     "FedGH",
     "FedGen",
+    "FedGloSS",
     "FedIT",
     "FedKD",
     "FedLC",
     "FedLESAM",
+    "FedLoGe",
     "FedMD",
     "FedMRL",
     "FedNTD",

@@ -1,6 +1,5 @@
 """FedALA: an element-wise mix of the received model and the client's own, with learned weights."""
 
-from statistics import pstdev
 from typing import Any
 
 import torch
@@ -9,14 +8,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pfl_lightning.client import ClientSettings
+from pfl_lightning.client.at_once import anyone, at_once
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.data.trees import joined
 from pfl_lightning.messages import Message, StateDict
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import Frozen
+from pfl_lightning.methods.functional import value_and_gradient
 from pfl_lightning.nets.lightning_net import LightningNet
-from pfl_lightning.seeds import derive_seed
 from pfl_lightning.settings import Unpack
 
 
@@ -98,12 +98,15 @@ class FedALA(FedAvg):
         self.weights = Frozen(((name, torch.ones_like(p)) for name, p in mixed), persistent=True)  # W_i
         self.register_buffer("rounds_trained", torch.tensor(0))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the model, learn the weights, and mix."""
         super().on_download(payload, data)
-        if self.names and self.rounds_trained > 0:
+        if self.names and anyone(self.rounds_trained > 0):
             if data is not None:
-                self.weights.take(self.learn(self.weights.tensors(), data.train).items())
+                # a draw of its own, so that local training draws the same numbers as without
+                drawn = data.drawn(self.rand_percent, "ala")
+                self.weights.take(self.learn(self.weights.tensors(), *drawn).items())
             self.assign({f"net.{name}": tensor for name, tensor in self.mix(self.weights.tensors()).items()})
 
     def mix(self, weights: StateDict) -> StateDict:
@@ -112,22 +115,19 @@ class FedALA(FedAvg):
         Args:
             weights: :math:`W_i`, by name.
         """
+        received = dict(self.net.named_parameters())
         return {
-            name: torch.lerp(own, self.net.get_parameter(name).detach(), weights[name])
-            for name, own in self.own.tensors().items()
+            name: torch.lerp(own, received[name].detach(), weights[name]) for name, own in self.own.tensors().items()
         }
 
-    def learn(self, weights: StateDict, part: Samples) -> StateDict:
-        """Return weights after further training on a random share of some samples.
+    def learn(self, weights: StateDict, drawn: Samples, own: Tensor) -> StateDict:
+        """Return weights after further training on some samples; a client without earlier training keeps its own.
 
         Args:
             weights: :math:`W_i`, by name.
-            part: the samples.
+            drawn: the samples.
+            own: which of them are the client's ``[n]``, at least the first one.
         """
-        # a separate generator, so that local training draws the same numbers as without
-        generator = torch.Generator().manual_seed(derive_seed(torch.initial_seed(), "ala"))
-        rows = torch.randperm(len(part), generator=generator)[: max(1, int(len(part) * self.rand_percent / 100))]
-        drawn = part.take(rows)
         net: nn.Module = self.net
         path = ""
         # a LightningModule gives no features, only its loss
@@ -136,22 +136,37 @@ class FedALA(FedAvg):
             net, path = self.net.classifier, "classifier."
             drawn = Samples(joined([self.net.features(x) for x, _ in drawn.chunks()]), drawn.y)
 
-        losses: list[float] = []
-        for _ in range(self.max_passes if self.rounds_trained == 1 else 1):
-            for x, target in drawn.chunks(self.ala_batch_size):
-                # engines call `on_download` without gradients
-                with torch.enable_grad():
-                    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-                    mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(leaves).items()}
-                    loss = self.task_loss(functional_call(net, mixed, (x,)), target)
-                slopes = zip(weights.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
-                weights = {name: (w - self.eta * slope).clamp(0, 1) for (name, w), slope in slopes}
+        def objective(weights: StateDict, x: Any, target: Any) -> Tensor:
+            mixed = {name.removeprefix(path): tensor for name, tensor in self.mix(weights).items()}
+            return self.task_loss(functional_call(net, mixed, (x,)), target)
+
+        losses: list[Tensor] = []
+        last = torch.zeros((), device=own.device)
+        # no branch by a client's values, as many clients learn at once, each until its own loss has settled
+        learns = self.rounds_trained > 0
+        for _ in range(self.max_passes):
+            for (x, target), counted in zip(
+                drawn.chunks(self.ala_batch_size), torch.split(own, self.ala_batch_size), strict=True
+            ):
+                loss, slopes = value_and_gradient(objective, weights, x, target)
+                # clients with fewer samples have fewer batches
+                steps = learns & counted[0]
+                last = torch.where(steps, loss, last)
+                weights = {
+                    name: torch.where(steps, (w - self.eta * slopes[name]).clamp(0, 1), w)
+                    for name, w in weights.items()
+                }
             # the loss of the pass's last batch, as in the official code
-            losses.append(float(loss.detach()))
-            if len(losses) > self.num_pre_loss and pstdev(losses[-self.num_pre_loss :]) < self.threshold:
+            losses.append(last)
+            # one pass alone after a client's second round
+            learns = learns & (self.rounds_trained == 1)
+            if len(losses) > self.num_pre_loss:
+                learns = learns & ~(torch.stack(losses[-self.num_pre_loss :]).std(correction=0) < self.threshold)
+            if not anyone(learns):
                 break
         return weights
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the trained model, and keep the last layers as the client's own."""
         self.own.take(self.net.named_parameters())

@@ -19,7 +19,7 @@ from torch.optim import Adam
 
 from pfl_lightning.client import CLASSIFIER, Batch, ClientSettings
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, Updates, detached
+from pfl_lightning.messages import Message, Updates, column, detached
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.frozen import FrozenModule
 from pfl_lightning.methods.functional import within
@@ -214,14 +214,16 @@ class FeatureGenerator(WeightedAverage):
     def _train(self, updates: Updates, shares: Tensor, held: Tensor, round: int) -> dict[str, float]:
         module = cast(FedGen, self.server.module)
         device = module.device
-        # copies on the CPU, as rows of a stack may still be on the clients' device
-        copies = detached([dict(update["weights"]) for update in updates.values()])
-        wide = torch.promote_types(next(iter(copies[0].values())).dtype, torch.float32)
+        weights = [update["weights"] for update in updates.values()]
+        wide = torch.promote_types(next(iter(weights[0].values())).dtype, torch.float32)
 
         def here(t: Tensor) -> Tensor:
             return t.to(device, wide if t.is_floating_point() else None, copy=True)
 
-        heads = [{name: here(t) for name, t in within(CLASSIFIER, copy).items()} for copy in copies]
+        # side by side, as all classifiers are called at once
+        heads = {
+            name: here(torch.stack(column(weights, f"{CLASSIFIER}{name}"))) for name in within(CLASSIFIER, weights[0])
+        }
         net = {name: here(t) for name, t in self.state["generator"].items()}
         trained = [net[name].requires_grad_() for name, _ in self._net[0].named_parameters()]
         optimizer = self.optimizer(trained)
@@ -239,7 +241,10 @@ class FeatureGenerator(WeightedAverage):
             z = functional_call(self._net[0], net, (torch.cat([noise, F.one_hot(y, module.num_classes)], 1),))
             # classifiers with BatchNorm normalise by the generated batch: their running statistics are of real features
             with on_batch_statistics(module):
-                logits = torch.stack([functional_call(module.net.classifier, head, (z,)) for head in heads])
+                # randomness of a classifier's own, if any, is another one for each
+                logits = torch.vmap(partial(functional_call, module.net.classifier), (0, None), randomness="different")(
+                    heads, (z,)
+                )
             losses = {"teacher_loss": teacher_loss(logits, y, w, self.ensemble), "diversity": alike(z, noise)}
             optimizer.zero_grad()
             torch.autograd.backward(losses["teacher_loss"] + self.diversity * losses["diversity"])
@@ -264,7 +269,7 @@ def teacher_loss(logits: Tensor, y: Tensor, shares: Tensor, ensemble: str) -> Te
     """
     if ensemble == "logits":
         return F.cross_entropy(logits.mean(0), y)
-    losses = torch.stack([F.cross_entropy(each, y, reduction="none") for each in logits])
+    losses = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="none").view(len(logits), -1)
     if ensemble == "official":
         return (losses.mean(1) * shares.mean(1)).sum()
     return (losses * shares).mean(1).sum()

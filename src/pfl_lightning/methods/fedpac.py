@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Phase, in_classifier
 from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict, Updates, weighted_mean
+from pfl_lightning.messages import Message, StateDict, Updates, weighted_means
 from pfl_lightning.methods.alternate_training import AlternateAlignment
 from pfl_lightning.methods.class_vectors import ClassVectors, class_table
 from pfl_lightning.methods.feature_alignment import AlignmentSettings
@@ -27,6 +27,10 @@ NEGLIGIBLE = 1e-3
 """Classifiers with a smaller weight are left out of a combination."""
 FLOOR = 1e-10
 """The least curvature of a problem, as a share of its largest: makes the solution unique and bounds rounding errors."""
+CLIENTS = 256
+"""Problems that are solved at once, which bounds the memory."""
+GUESSES = 40
+"""Guesses at the clients with weight, for many problems at once; a problem without a right one is solved by itself."""
 
 
 class PACClient(AlternateAlignment):
@@ -144,16 +148,16 @@ class ClassifierCombination(WeightedAverage):
         variances = torch.stack([update["statistics"]["variance"] for update in updates.values()]).double()
         # H with zero rows for absent classes
         means = torch.zeros(len(updates), *self.shape, dtype=torch.float64)
-        for index, update in enumerate(updates.values()):
-            for c, mean in update["statistics"]["means"].items():
-                means[index, c] = mean
+        sent = [update["statistics"]["means"] for update in updates.values()]
+        places = torch.tensor([(k, c) for k, rows in enumerate(sent) for c in rows]).T
+        means[*places] = torch.stack([row for rows in sent for row in rows.values()]).to(means)
         weights = combination_weights(variances, means.flatten(1))
-        classifiers = {client: classifier_of(update["weights"]) for client, update in updates.items()}
+        models = [update["weights"] for update in updates.values()]
+        combined = weighted_means(models, weights.tolist(), filter(in_classifier, models[0]))
+        self.state["classifiers"] |= dict(zip(updates, combined, strict=True))
         for client, row in zip(updates, weights.tolist(), strict=True):
             mix = {other: weight for other, weight in zip(updates, row, strict=True) if weight > 0}
             self.state["combinations"][client] = mix
-            chosen = [classifiers[other] for other in mix]
-            self.state["classifiers"][client] = weighted_mean(chosen, list(mix.values()))
         mixed = float((weights > 0).sum(1).double().mean())
         return {"own_classifier": float(weights.diagonal().mean()), "classifiers_mixed": mixed}
 
@@ -197,16 +201,75 @@ def combination_weights(variances: Tensor, means: Tensor) -> Tensor:
     Returns:
         ``[K, K]`` in float64, row i for client i; a client whose problem isn't solved takes its own classifier alone.
     """
-    means = means.double()
+    variances, means = variances.double(), means.double()
+    # only differences of H count, which have more digits beside smaller numbers
+    means = means - means.mean(0)
     gram = means @ means.T
-    rows = []
-    for i in range(len(gram)):
+    weights = torch.cat(
+        [least_at_once(variances, gram, rows) for rows in torch.split(torch.arange(len(gram)), CLIENTS)]
+    )
+    for i in weights.isnan().any(1).nonzero().flatten():
         # D_i from K^2 inner products: <H_i - H_a, H_i - H_b> multiplied out
         bias = gram[i, i] - gram[i] - gram[i][:, None] + gram
-        weights = least_on_simplex(torch.diag(variances.double()) + bias)
-        kept = torch.where(weights < NEGLIGIBLE, 0, weights)
-        rows.append(kept / kept.sum() if kept.any() else torch.eye(len(gram), dtype=torch.float64)[i])
-    return torch.stack(rows)
+        weights[i] = least_on_simplex(torch.diag(variances) + bias)
+    kept = torch.where(weights < NEGLIGIBLE, 0, weights)
+    sums = kept.sum(1, keepdim=True)
+    return torch.where(sums > 0, kept / sums, torch.eye(len(gram), dtype=kept.dtype))
+
+
+def least_at_once(variances: Tensor, gram: Tensor, clients: Tensor) -> Tensor:
+    r"""Return the weights of some clients' problems, which on the simplex differ in their linear terms alone.
+
+    .. math:: \alpha^\top P_i\, \alpha = \alpha^\top Q\, \alpha - 2\, g_i^\top \alpha + G_{ii}, \qquad
+        Q = \mathrm{diag}(V) + G, \qquad G_{ab} = \langle H_a, H_b \rangle
+
+    where :math:`P_i = \mathrm{diag}(V) + D_i`, and :math:`g_i` is row i of G. If S are the clients with weight,
+    :math:`Q_{SS}\, \alpha_S = g_{iS} + \lambda \mathbf 1`, and no other client has a smaller slope
+    :math:`(Q \alpha - g_i)_j` than :math:`\lambda`. S is guessed: first the clients of least :math:`(P_i)_{jj}`, and
+    then without those whose weight became negative, and with those of the smallest slopes, until nothing is left to
+    mend. Few weights are above 0, so the systems are small.
+
+    Args:
+        variances: V ``[K]`` in float64.
+        gram: G ``[K, K]`` in float64.
+        clients: numbers of the clients whose problems are solved ``[n]``.
+
+    Returns:
+        ``[n, K]``; NaN in the row of a problem without a right guess, or with too little curvature for this.
+    """
+    count = len(gram)
+    solved = torch.full((len(clients), count), torch.nan, dtype=gram.dtype)
+    q, g, left = torch.diag(variances) + gram, gram[clients], torch.arange(len(clients))
+    nearness = gram.diagonal() - 2 * g + variances
+    support = torch.zeros_like(solved, dtype=torch.bool)
+    support.scatter_(1, nearness.topk(min(16, count), largest=False).indices, True)
+    for _ in range(GUESSES):
+        # the supports side by side, filled up by rows and columns of the unit matrix
+        inside, at = support.byte().topk(int(support.sum(1).max()))
+        inside = inside.bool()
+        own = q[at[:, :, None], at[:, None, :]].where(inside[:, :, None] & inside[:, None, :], 0)
+        own.diagonal(dim1=1, dim2=2).add_((~inside).to(own))
+        root, failed = torch.linalg.cholesky_ex(own)
+        ends = root.diagonal(dim1=1, dim2=2).aminmax(dim=1)
+        flat = (failed > 0) | ~(ends.min.square() > 100 * FLOOR * ends.max.square())
+        parts = torch.stack([g.gather(1, at), torch.ones_like(g).gather(1, at)], 2) * inside[:, :, None]
+        linear, constant = torch.cholesky_solve(parts, root).unbind(2)
+        slope = (1 - linear.sum(1, keepdim=True)) / constant.sum(1, keepdim=True)  # lambda
+        weights = torch.zeros_like(g).scatter_(1, at, linear + slope * constant)
+        least = (slope - (g * weights).sum(1, keepdim=True)) + gram.diagonal()[clients[left], None]
+        missing = weights @ q - g - slope
+        wrong, lacking = support & (weights < 0), ~support & (missing < -1e-10 * least)
+        right = ~(wrong | lacking).any(1) & ~flat
+        solved[left[right]] = weights[right]
+        # all at once would be far too many
+        added = min(count, max(8, at.shape[1] // 4))
+        best = missing.where(lacking, torch.inf).topk(added, largest=False).indices
+        support = (support & ~wrong) | (lacking & torch.zeros_like(lacking).scatter_(1, best, True))
+        remain = ~right & ~flat
+        support, g, left = support[remain], g[remain], left[remain]
+        if not len(left):
+            break
+    return solved
 
 
 def least_on_simplex(matrix: Tensor) -> Tensor:

@@ -76,11 +76,13 @@ class FedPCL(Local):
         """Take the mean table, and all clients' tables before training."""
         self.prototypes.take(payload["prototypes"])
         if self.training_follows:
-            mean = self.prototypes.vectors
-            tables = [
-                [t[c].to(mean) if c in t else row for c, row in enumerate(mean)] for t in payload["tables"].values()
-            ]
-            self.tables = torch.stack([torch.stack(rows) for rows in tables]) if tables else mean[None][:0]
+            tables, mean = payload["tables"].values(), self.prototypes.vectors
+            self.tables = mean.repeat(len(tables), 1, 1)
+            if tables:
+                # all rows at once: a stack for each of the tables takes five times as long
+                places = [j * len(mean) + c for j, table in enumerate(tables) for c in table]
+                rows = torch.stack([row for table in tables for row in table.values()])
+                self.tables.flatten(0, 1)[torch.tensor(places, device=mean.device)] = rows.to(mean)
 
     def local_phases(self) -> list[Phase]:
         """Train the body, and nothing before there are prototypes."""

@@ -1,10 +1,11 @@
 """Losses and gradients of a net at given weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, grad_and_value
 
 from pfl_lightning.client import Batch, ClientModule
 from pfl_lightning.client.common import trained_parameters
@@ -72,14 +73,26 @@ def gradient_at(client: ClientModule, weights: StateDict, batch: Batch) -> State
     # detached, and buffers cloned: neither a graph nor a running statistic of the caller's may change
     constants = {name: weight.detach() for name, weight in weights.items()}
     buffers = {name: buffer.clone() for name, buffer in client.net.named_buffers()}
+    return value_and_gradient(objective, constants, buffers)[1]
+
+
+def value_and_gradient(objective: Callable[..., Tensor], weights: StateDict, *args: Any) -> tuple[Tensor, StateDict]:
+    """Return an objective's value and its gradient by weights, as constants, also where gradients are switched off.
+
+    Args:
+        objective: returns a scalar for weights and further arguments.
+        weights: the weights, by name.
+        *args: the further arguments.
+    """
     # autograd alone takes half the time, but can't differentiate under vmap, and no compiler follows it
-    if torch.compiler.is_compiling() or any(map(is_wrapped, constants.values())):
-        slope: StateDict = grad(objective)(constants, buffers)
-        return slope
+    if torch.compiler.is_compiling() or any(map(is_wrapped, weights.values())):
+        slope, value = grad_and_value(objective)(weights, *args)
+        return value, slope
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     with torch.enable_grad():
-        loss = objective({name: constant.requires_grad_() for name, constant in constants.items()}, buffers)
-    slopes = torch.autograd.grad(loss, list(constants.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(constants, slopes, strict=True))
+        value = objective(leaves, *args)
+    slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return value.detach(), dict(zip(leaves, slopes, strict=True))
 
 
 def mean_gradient(client: ClientModule, part: Samples) -> StateDict:

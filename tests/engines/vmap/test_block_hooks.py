@@ -10,12 +10,14 @@ from torch.optim import SGD
 from federations import OneClient, blobs, equal, fit, make_client, points
 from pfl_lightning.client.at_once import at_once, runs_at_once
 from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.engines.base import ReadsClient
 from pfl_lightning.engines.vmap import block_hooks
 from pfl_lightning.engines.vmap.block_hooks import BlockData, BlockHooks, Differ, Payload
 from pfl_lightning.messages import tensors
 from pfl_lightning.methods import (
     GPFL,
     MOON,
+    FedALA,
     FedCAC,
     FedDistill,
     FedGH,
@@ -31,6 +33,7 @@ from pfl_lightning.methods import (
 from pfl_lightning.methods.fedamp import CloudProx
 from pfl_lightning.methods.scaffold import ControlVariates
 from pfl_lightning.methods.wdr import WDR
+from pfl_lightning.tasks import Regression
 
 
 @pytest.fixture
@@ -93,6 +96,37 @@ def test_a_client_is_filled_up_by_samples_of_its_own():
     ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
     assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
     assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers": 2, "threshold": 1e-3}], ids=["settles", "layers"])
+@pytest.mark.by_default("settles")
+def test_samples_drawn_by_unequal_clients_are_those_of_each_alone(settings, tmp_path, runs):
+    """Clients of several ages, so that some learn until their loss settles, some in one pass, and some not at all."""
+    client = partial(FedALA, num_pre_loss=2, ala_batch_size=5, rand_percent=60, **settings)
+    data = blobs(31, 12, 44, 9, 5, by_class=True)
+    one, other = ends(partial(make_client, client), tmp_path, data, clients_per_round=0.6, max_rounds=5)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert ("on_download", True) in runs and ("upload", True) in runs and not any(not well for _, well in runs)
+
+
+def test_samples_drawn_for_many_clients_are_marked_by_whose_they_are():
+    x, y = points(40, seed=1)
+    sources = [OneClient(Samples(torch.full_like(x, torch.inf), y)), OneClient(Samples(x[:8], y[:8]))]
+    members = [SimpleNamespace(data=ClientData(s, 0), job=SimpleNamespace(seed=k)) for k, s in enumerate(sources)]
+    samples, own = BlockData(members, lambda tensor: tensor).drawn(50, "draw")
+    assert own.sum(1).tolist() == [20, 4] and samples.x[1].isfinite().all()
+    assert (samples.y[1, 4:] == -100).all()
+    for k, member in enumerate(members):
+        torch.manual_seed(k)
+        alone, all_own = member.data.drawn(50, "draw")
+        assert (
+            all_own.all() and torch.equal(samples.x[k][own[k]], alone.x) and torch.equal(samples.y[k][own[k]], alone.y)
+        )
+    sources[0].task = Regression()
+    with pytest.raises(ReadsClient):
+        BlockData(members, lambda tensor: tensor).drawn(50, "draw")
 
 
 class Doubled(FedProx):

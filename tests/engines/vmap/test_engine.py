@@ -99,8 +99,12 @@ REFUSED = {
     "KnowledgeTransfer": "a phase with samples of its own",
     "FedMD": "a phase with samples of its own",
 }
-# a bias before BatchNorm has gradients of nothing but rounding, by which FedCAC's masks would differ
-SETTINGS = {"FedClassAvg": {"contrastive": False}, "FedCAC": {"net": plain}}
+# a bias before BatchNorm has gradients of nothing but rounding, by which FedCAC's masks and FedFed's Adam would differ
+SETTINGS = {
+    "FedClassAvg": {"contrastive": False},
+    "FedCAC": {"net": plain},
+    "FedFed": {"net": plain, "distill_rounds": 1},
+}
 
 
 def client_modules():

@@ -1,5 +1,6 @@
 """Run a method's own hooks of download and upload for a whole block of clients in one call."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -7,11 +8,12 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data import ClientData, whole_of
-from pfl_lightning.data.client_data import counts_of
+from pfl_lightning.data import ClientData, Samples, whole_of
+from pfl_lightning.data.client_data import IGNORED, counts_of, drawn_numbers
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree
 from pfl_lightning.engines.base import AnyClient, ClientState, Job
@@ -22,11 +24,14 @@ from pfl_lightning.internals.of_torch import (
     enter_vmap,
     leave_vmap,
     load_decompositions,
+    outside_vmap,
     row_of,
     stack_of,
 )
 from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, tensors, tree_map
 from pfl_lightning.nets.lightning_net import LightningNet
+from pfl_lightning.seeds import derive_seed
+from pfl_lightning.tasks import Classification
 from pfl_lightning.tasks.base import number_of_classes
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
@@ -181,6 +186,35 @@ class BlockData(AnyClient):
             # filled up by the client's first sample, of which its net makes numbers as finite as of others
             x, y = batches_at((whole.x, whole.y), (begins[:, None] + torch.where(own, numbers, 0)).to(device))
             yield tree_map(self._row, x), self._row(torch.where(own.to(device), y, -1))
+
+    def drawn(self, percent: float, name: str) -> tuple[Samples, Tensor]:
+        """Return a random share of each client's training samples, filled up, and which are its own.
+
+        Args:
+            percent: the share in percent.
+            name: as for `ClientData.drawn`.
+
+        Raises:
+            ReadsClient: if samples have no class to mark the filling by, or are read one batch after another.
+        """
+        clients = [member.data for member in self._members]
+        # a task of another type may count the marked samples
+        if type(clients[0].task) is not Classification or isinstance(clients[0].train, Streamed):
+            self._refuse()
+        sizes = [data.size("train") for data in clients]
+        whole, begins = whole_of(clients, "train"), itertools.accumulate(sizes, initial=0)
+        # within vmap, random functions are refused
+        with outside_vmap():
+            drawn = [
+                begin + drawn_numbers(size, percent, derive_seed(member.job.seed, name))
+                for member, size, begin in zip(self._members, sizes, begins, strict=False)
+            ]
+        numbers = pad_sequence(drawn, batch_first=True, padding_value=-1)
+        # filled up by the client's first drawn sample, of which its net makes numbers as finite as of others
+        own, device = numbers >= 0, whole.y.device
+        x, y = batches_at((whole.x, whole.y), torch.where(own, numbers, numbers[:, :1]).to(device))
+        own = own.to(device)
+        return Samples(tree_map(self._row, x), self._row(torch.where(own, y, IGNORED))), self._row(own)
 
     def size(self, split: Any) -> Tensor:
         """Return each client's number of samples in a split, on the CPU.
