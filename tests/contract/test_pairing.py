@@ -57,6 +57,11 @@ def settings_of(classes: set[Any]) -> list[tuple[Any, str]]:
     return [(cls, name) for cls in classes for name in floats(cls)]
 
 
+def alone_or_in_a_list(cls: Any, name: str, value: float) -> Any:
+    """The value, or a list of it where a setting takes several numbers."""
+    return [value] if "Sequence" in str(inspect.signature(cls.__init__).parameters.get(name)) else value
+
+
 def test_the_methods_have_numbers():
     assert floats(CloudProx) == {"mu"} and floats(FedAMP) == {"alpha", "sigma", "min_own"}
     assert floats(KTpFL) == {"rho", "coefficient_lr"} and not floats(Local)
@@ -68,8 +73,8 @@ INFINITE = (math.nan, math.inf, -math.inf)
 @pytest.mark.parametrize("value", INFINITE)
 def test_a_number_of_a_client_must_be_finite(value):
     for cls, name in settings_of(CLIENTS):
-        with pytest.raises(MisconfigurationException, match=rf"model\.{name}={value}"):
-            check_finite(cls(net=MLP, **{name: value}), WeightedAverage())
+        with pytest.raises(MisconfigurationException, match=rf"model\.{name}(\.0)?=\[?{value}"):
+            check_finite(cls(net=MLP, **{name: alone_or_in_a_list(cls, name, value)}), WeightedAverage())
 
 
 @pytest.mark.parametrize("value", INFINITE)

@@ -132,7 +132,7 @@ class FedFed(FedAvg):
         check_least("model", **{} if latent is None else {"latent": (latent, 1)})
         if width < 2 or width % 2:
             raise MisconfigurationException(f"model.width={width} must be an even number of 2 or more, such as 32.")
-        if not all(sigma >= 0 for sigma in noise):
+        if any(sigma < 0 for sigma in noise):
             raise MisconfigurationException(f"model.noise={list(noise)} must have numbers of 0 or more, such as 0.3.")
         if not distill_lr > 0:
             raise MisconfigurationException(f"model.distill_lr={distill_lr} must be above 0, such as 0.001.")
