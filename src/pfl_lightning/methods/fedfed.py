@@ -74,7 +74,8 @@ class FedFed(FedAvg):
     **Privacy.** Shared features are data: a version of every training sample, with its class, which the server and all
     clients can look at. Their noise guarantees nothing: it is calibrated to no bound of :math:`\lVert x_s \rVert`,
     neither here nor in the official code. Of two noisy versions the mean has less noise than either, and who knows
-    the run's seed, as a deployment's server does, can take all of it off. Guarantees of differential privacy are refused.
+    the run's seed, as a deployment's server does, can take all of it off. Guarantees of differential privacy are
+    refused.
 
     The official code has images of [0, 1] and a sigmoid behind q; here images are of [-1, 1], with a tanh, so that its
     noises of 0.15 and 0.25 are 0.3 and 0.5, and its :math:`\lambda_r` of 5, which its curriculum always multiplies by
