@@ -150,7 +150,7 @@ class ClassifierCombination(WeightedAverage):
         means = torch.zeros(len(updates), *self.shape, dtype=torch.float64)
         sent = [update["statistics"]["means"] for update in updates.values()]
         places = torch.tensor([(k, c) for k, rows in enumerate(sent) for c in rows]).T
-        means[*places] = torch.stack([row for rows in sent for row in rows.values()]).to(means)
+        means[tuple(places)] = torch.stack([row for rows in sent for row in rows.values()]).to(means)
         weights = combination_weights(variances, means.flatten(1))
         models = [update["weights"] for update in updates.values()]
         combined = weighted_means(models, weights.tolist(), filter(in_classifier, models[0]))
