@@ -38,8 +38,11 @@ class FirstRounds(FederatedCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin without any round."""
         self.rows, self.changes = [], set()
-        # the server may have more than clients share as weights, such as FedFed's generator
-        self.start = cast(Federation, pl_module).aggregator.global_model()
+        federation = cast(Federation, pl_module)
+        model = federation.aggregator.global_model()
+        # the server may have more than clients share as weights, such as FedFed's generator; the rest isn't held here,
+        # as a model would stay in memory for the whole run
+        self.start = {name: tensor for name, tensor in model.items() if name not in federation.shared}
 
     def on_client_fit_end(self, trainer: Trainer, federation: Federation, client: int, outcome: Outcome) -> None:
         """Compare a client's update of the last of the first rounds, unless another one has changed."""
