@@ -60,6 +60,13 @@ def test_each_of_few_clients_has_a_line_and_its_share_dashed():
     assert axes.get_xlabel() == "round" and "lambda" in axes.get_ylabel() and drawn(figure)
 
 
+@pytest.mark.parametrize(("count", "style"), [(1, "None"), (2, "-")])
+def test_one_round_alone_is_a_point_and_two_are_joined(count, style):
+    (axes,) = plot_weights(*history(count, 2)).axes
+    weights = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [line.get_linestyle() for line in weights] == [style] * 2
+
+
 def test_of_many_clients_those_farthest_from_their_shares_are_named():
     rounds, weights, _ = history(4, 100)
     samples = weights.clone()

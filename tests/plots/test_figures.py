@@ -10,7 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import blobs, fit, make_client
 from pfl_lightning.plots import (
+    plot_calibration,
     plot_class_heatmaps,
+    plot_cross_matrix,
     plot_curves,
     plot_distribution_scatter,
     plot_distribution_trace,
@@ -18,6 +20,7 @@ from pfl_lightning.plots import (
     plot_mixing_matrix,
     plot_partition,
 )
+from pfl_lightning.plots.runs import plot_by_client
 
 P = torch.tensor([0.6, 0.3, 0.1, 0.0])
 
@@ -112,6 +115,39 @@ def test_the_sweep_shows_zero_and_two_axes():
 
 def test_the_sweep_may_have_no_regulariser_at_all():
     assert drawn(plot_lambda_sweep([0], [0.6], [0.4]))
+
+
+def test_reliability_diagrams_have_five_in_a_row_and_the_figure_grows_with_the_rows():
+    counts = torch.tensor([[4.0, 0.0, 6.0], [1.0, 0.0, 6.0], [2.0, 0.0, 4.5]])
+    row, two_rows = (plot_calibration({str(k): counts for k in range(number)}) for number in (5, 7))
+    places = [axes.get_subplotspec() for axes in two_rows.axes]
+    assert [(place.rowspan.start, place.colspan.start) for place in places] == [
+        *((0, k) for k in range(5)),
+        (1, 0),
+        (1, 1),
+    ]
+    (width, height), (same, more) = row.get_size_inches(), two_rows.get_size_inches()
+    assert width == same and more > 1.5 * height
+    # without the bin that has no samples
+    np.testing.assert_allclose(two_rows.axes[6].collections[0].get_offsets(), [[0.5, 0.25], [0.75, 1.0]])
+
+
+def test_each_client_has_a_dot_a_method_at_its_value():
+    points = {"Local": {"Ulm": (0.5, 0.4, 0.6), "Kiel": (0.2, 0.1, 0.3)}, "FedAvg": {"Kiel": (0.7, 0.6, 0.8)}}
+    figure = plot_by_client(points, "accuracy")
+    (axes,) = figure.axes
+    dots = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert dots["Local"] == ([0.5, 0.2], pytest.approx([-0.2, 0.8])) and dots["FedAvg"] == ([0.7], pytest.approx([1.2]))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Local", "FedAvg"]
+
+
+def test_a_matrix_of_more_clients_has_a_larger_figure_up_to_a_bound():
+    sizes = []
+    for clients in (5, 25, 40):
+        names = [str(client) for client in range(clients)]
+        sizes.append(plot_cross_matrix(matrix(clients, clients).tolist(), names, names).get_size_inches().tolist())
+    small, most, beyond = sizes
+    assert min(most) > 1.5 * max(small) and most == beyond
 
 
 def test_partition_and_curves_are_shown():
