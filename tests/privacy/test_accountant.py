@@ -169,6 +169,23 @@ def test_calibration_by_privacy_loss_distributions_as_google_has_it(target, step
     assert bounded_epsilon(rounds[1:], 1e-5, target) == epsilon(rounds[1:], 1e-5)
 
 
+def test_calibration_asks_the_slow_accountant_a_few_times(monkeypatch):
+    asked = []
+
+    def quick(releases, delta):
+        return 1.2 * releases[0].noise_multiplier ** -1.5
+
+    def slow(releases, delta):
+        asked.append(releases)
+        return quick(releases, delta) / 1.2
+
+    for name, accountant in (("epsilon", quick), ("tight_epsilon", slow)):
+        monkeypatch.setattr(f"pfl_lightning.privacy.accountant.{name}", accountant)
+    found = noise_for(2.0, 1e-5, 1000, 0.01, tight=True)
+    assert 2.0 * (1 - 1e-4) <= found**-1.5 <= 2.0
+    assert len(asked) <= 4
+
+
 def test_calibration_needs_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert noise_for(2.0, 1e-5, 1000, 0.01) == noise_for(2.0, 1e-5, 1000, 0.01, tight=False)
