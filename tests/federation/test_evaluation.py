@@ -14,10 +14,10 @@ from federations import Blobs, Pause, Spy, blobs, equal, fit, make_client, make_
 from pfl_lightning.aggregators import WeightedAverage
 from pfl_lightning.callbacks import RoundLogger
 from pfl_lightning.data import CHUNK, Samples
-from pfl_lightning.engines import ClientMetrics
+from pfl_lightning.engines import ClientMetrics, ClientState, Job
 from pfl_lightning.engines.evaluation import evaluate
 from pfl_lightning.federation import federation
-from pfl_lightning.federation.evaluation import margin, over_clients
+from pfl_lightning.federation.evaluation import alike, all_alike, margin, over_clients
 from pfl_lightning.methods import FedPer
 
 
@@ -55,6 +55,20 @@ def test_summary_by_hand():
     assert summary["acc_worst"] == 0.2 and summary["acc_p10"] == pytest.approx(0.26)
     assert summary["acc_worst10"] == 0.2
     assert over_clients(ClientMetrics(), {}) == {}
+
+
+def test_clients_with_one_model_are_evaluated_together_up_to_a_number_of_samples(monkeypatch):
+    monkeypatch.setattr("pfl_lightning.federation.evaluation.CHUNK", 10)
+    common, sizes = (ClientState(), {"weights": torch.zeros(1)}), dict(enumerate([3, 4, 3, 1, 9, 10, 2, 25, 5, 5]))
+
+    def job_of(client, splits, received=common):
+        return Job(client, 0, *received, data=None, seed=0)
+
+    jobs = list(all_alike(sizes, ("test",), job_of, common))
+    assert [(job.client, *job.alike) for job in jobs] == [(0, 1, 2), (3, 4), (5,), (6,), (7,), (8, 9)]
+    # as where each client's model is looked at
+    one_by_one = list(alike(sizes, ("test",), job_of, lambda client: common))
+    assert [(job.client, job.alike) for job in jobs] == [(job.client, job.alike) for job in one_by_one]
 
 
 def test_both_records_both():
