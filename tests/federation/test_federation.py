@@ -236,3 +236,13 @@ def test_states_of_clients_share_no_memory_with_the_module():
         for parameter in run.model.parameters():
             parameter.fill_(7)
     assert equal(kept, run.federation.clients[0].personal)
+
+
+def test_at_a_fits_start_a_rank_lets_go_of_other_ranks_states(monkeypatch):
+    run = fit(make_client(Local), max_rounds=1, client_states="rank")
+    # as of the first of two ranks
+    monkeypatch.setattr(
+        run.federation.engines[0], "own_states", lambda states: {k: s for k, s in states.items() if not k % 2}
+    )
+    run.federation.on_train_start()
+    assert sorted(run.federation.clients) == [0, 2]
