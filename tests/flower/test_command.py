@@ -192,6 +192,20 @@ def test_mistakes_are_told_in_a_sentence(app, capsys, line, words):
     assert words in refusal(line, capsys)
 
 
+def test_what_a_run_is_given_reaches_its_runner(monkeypatch):
+    class Runs:
+        def __init__(self, *given):
+            self.given = given
+
+        def run(self):
+            return int(self.given != (Path("clinics"), "server.example:8000", ["a=1", "b=2"], True, Path("ca.pem")))
+
+    monkeypatch.setattr("pfl_lightning.flower.command.Runner", Runs)
+    with pytest.raises(SystemExit) as ended:
+        pfl("flower run clinics server.example:8000 -c a=1 --anew --root-certificates ca.pem -c b=2")
+    assert ended.value.code == 0
+
+
 def test_without_the_extra_a_sentence_names_it(app, capsys, monkeypatch):
     monkeypatch.setattr("pfl_lightning.flower.command.find_spec", lambda name: None)
     assert "pip install 'pfl-lightning[flower]'" in refusal("flower new other --config mine.yaml", capsys)
