@@ -127,6 +127,21 @@ def timed(
     return run, durations.seconds, grid
 
 
+def test_a_server_without_sites_looks_for_them_once_a_poll(tmp_path, clock):
+    grid, looks = grid_of(make, tmp_path), []
+    grid.away |= grid.nodes.keys()
+
+    def looked():
+        looks.append(clock.now)
+        clock.now += 0.1
+
+    waiting = link.Link(grid, 4, "0" * 16, poll=2.0)
+    waiting.on_look = looked
+    with pytest.raises(MisconfigurationException, match="within 5 s that it has clients 0, 1, 2, 3"):
+        waiting.wait(5.0)
+    assert looks == pytest.approx([1000.0, 1002.1, 1004.2, 1006.3])
+
+
 def test_no_round_is_longer_than_its_slowest_site_and_the_record_says_who_was_absent(tmp_path, clock, capsys):
     run, seconds, _ = timed(
         tmp_path,
