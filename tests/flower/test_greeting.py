@@ -210,6 +210,24 @@ def test_a_site_that_restarts_with_other_settings_takes_part_no_longer(tmp_path,
     assert all(row["clients"] == 2 for row in run.rows[1:])
 
 
+def test_a_refused_site_s_answer_to_an_earlier_question_does_not_count(tmp_path):
+    class Restarts(FederatedCallback):
+        def on_round_start(self, trainer, federation, cohort):
+            grid.spoil = other
+            federation.engines[0].link._greeted.discard(12)
+
+    def other(node, kind, content):
+        if node == 12 and kind == "query":
+            rewrite(content, lambda records: records["hello"].update(initial="0" * 16))
+
+    grid = grid_of(make_client, tmp_path)
+    with pytest.warns(UserWarning, match="node 12 is refused: its initial model is another"):
+        run = deploy(grid, make_client, max_rounds=1, callbacks=[Restarts()])
+    # asked before its greeting was read
+    assert grid.asked.count(("train", 12)) == 1
+    assert [row["clients"] for row in run.rows] == [2]
+
+
 def test_a_resumed_server_compares_with_its_own_settings(tmp_path):
     from federations import Pause
 
