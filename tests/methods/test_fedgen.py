@@ -146,6 +146,13 @@ def test_a_clients_loss_by_hand():
         torch.testing.assert_close(one, other)
 
 
+def test_before_any_server_has_named_classes_the_loss_is_cross_entropy_alone():
+    client = make_client(SMALL)
+    x, y = torch.randn(7, 6), torch.arange(7) % CLASSES
+    values = client.training_step((x, y), 0)
+    assert set(values) == {"loss"} and torch.equal(values["loss"], F.cross_entropy(client(x), y))
+
+
 def test_weights_fall_but_not_below_the_least_and_zero_stays_zero():
     client = make_client(SMALL)
     client.round = 3

@@ -205,3 +205,8 @@ def test_what_is_out_of_range_is_refused_by_name(name, value):
         make_client(PeFLL, **{name: value})
     with pytest.raises(MisconfigurationException, match=r"aggregator\.clip=0\.0 must be"):
         HyperStep(clip=0.0)
+
+
+def test_the_least_sizes_are_taken():
+    client = make_client(PeFLL, embedding_size=2, embedding_hidden=1, hidden=1, layers=0)
+    assert client.embedder[-1].out_features == 2
