@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from command import QUIET
-from pfl_lightning.engines.client_parallel import RankLauncher, of_a_collective
-from pfl_lightning.stopping import STARTED_BY, RankLost
+from pfl_lightning.engines.client_parallel import RankLauncher, RankWatch, of_a_collective
+from pfl_lightning.stopping import STARTED_BY, RankLost, Stopped
 from sweeps import swept
 
 FIT = (
@@ -94,6 +96,21 @@ def test_what_a_run_starts_later_is_not_taken_for_its_rank(monkeypatch):
     monkeypatch.setattr(launcher, "_call_children_scripts", lambda: seen.append(os.environ[STARTED_BY]))
     assert launcher.launch(lambda: os.environ.get(STARTED_BY)) is None
     assert seen == [str(os.getpid())]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="waits for a pipe and a signal")
+def test_a_watch_ends_the_ranks_at_a_signal_whatever_its_handler_does():
+    ended, before = Event(), signal.signal(signal.SIGTERM, lambda *_: None)
+    watch = RankWatch(SimpleNamespace(launcher=None, end_ranks=ended.set), None)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.wait(5)
+    finally:
+        watch.close()
+        signal.signal(signal.SIGTERM, before)
+    assert isinstance(watch.cause, Stopped) and watch.cause.code == 143
+    # as it was before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_mistake_in_a_call_is_no_lost_rank():
