@@ -105,6 +105,11 @@ def test_a_file_of_something_else_is_refused(tmp_path, row):
         graph(graph=str(path))
 
 
+def test_random_pairs_are_the_least():
+    hears = graph(graph="random", degree=1, clients=6).neighbours(range(6), 0)
+    assert all(hears[other] == [client] for client, (other,) in hears.items()) and len(hears) == 6
+
+
 def test_no_neighbours_at_all_are_refused():
     with pytest.raises(MisconfigurationException, match=r"aggregator\.degree=0"):
         GossipAverage(degree=0)
