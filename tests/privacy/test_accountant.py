@@ -109,6 +109,11 @@ def test_a_gaussians_delta_is_that_of_its_two_densities():
         assert gaussian_delta(eps, z) == pytest.approx(quad(loss, start, start + 20 * z)[0], rel=1e-6)
 
 
+@pytest.mark.parametrize(("z", "value"), [(3.0, 0.02), (2.0, 0.7), (1.0, 3.0), (0.5, 20.0)])
+def test_a_gaussians_epsilon_is_that_of_its_delta_below_one_too(z, value):
+    assert gaussian_epsilon(z, gaussian_delta(value, z)) == pytest.approx(value, rel=1e-9)
+
+
 def test_trivial_cases():
     assert gaussian_delta(0.0, math.inf) == 0 and gaussian_delta(7.0, 0.0) == 1
     # a large epsilon doesn't overflow
