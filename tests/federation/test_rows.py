@@ -1,6 +1,7 @@
 """A checkpoint knows its clients' rows again."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from federations import CLASSES, fit, load, make_client, make_trainer, plain, points
 from pfl_lightning.data import IID, TableData, TensorData
+from pfl_lightning.federation.checkpoint import warn_of_rows
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.nets import MLP
 from pfl_lightning.tasks import Classification
@@ -102,6 +104,14 @@ def test_other_rows_are_told_by_name_where_they_are_tested(changed, work, run, t
         split = "val" if work == "validate" else "test"
         name, count = ("2 (Ulm)", 1) if "order" in changed else ("0 (Bremen)", 3)
         assert f"{split} rows of {count} of 3 clients, first of client {name}" in lines[0]
+
+
+def test_clients_that_are_new_or_have_no_rows_are_not_counted(monkeypatch):
+    was_changed = torch.tensor([[False] * 3, [False, False, True], [True] * 3])
+    monkeypatch.setattr("pfl_lightning.federation.checkpoint.other_rows", lambda saved, data: was_changed)
+    data = SimpleNamespace(size=lambda client, split: 5 * (client != 2), client_label=str)
+    with pytest.warns(UserWarning, match="test rows of 1 of 2 clients, first of client 1,"):
+        warn_of_rows({"round": 1}, data, "test", range(5))
 
 
 def test_rows_of_the_user_s_own_are_predicted_for_without_a_word(run, tmp_path):
