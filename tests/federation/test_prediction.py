@@ -161,6 +161,13 @@ def test_a_new_client_is_predicted_for_by_the_model_that_it_receives(tmp_path):
     assert torch.equal(alone["new"].outputs, predicted["new"].outputs)
 
 
+def test_rows_of_a_new_client_are_prepared_as_of_one_that_is_unknown(monkeypatch):
+    run, asked = fit(make_client(), max_rounds=1), []
+    monkeypatch.setattr(run.data, "inputs", lambda rows, client: asked.append(client) or rows)
+    run.trainer.predict(run.model, ROWS, clients=["new", 3])
+    assert asked == ["new", 3]
+
+
 @pytest.mark.parametrize(("method", "server"), [(FedAvg, CFL), (KNNPer, None)])
 def test_a_new_client_without_samples_is_refused_where_they_make_its_model(method, server, tmp_path):
     run = fit(make_client(method), root=tmp_path, max_rounds=1, aggregator=server and server())
