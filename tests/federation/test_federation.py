@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from federations import Altered, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
+from federations import MOMENTUM, Altered, Spy, blobs, equal, fit, load, make_client, noisy, plain, same_end
 from pfl_lightning.callbacks import FederatedCallback
 from pfl_lightning.federation.messages import TrainingDiverged
 from pfl_lightning.messages import detached
@@ -216,6 +216,15 @@ def test_the_state_dict_has_the_client_module_s_names():
     initial = make_client(FedPer, net=noisy).state_dict()
     assert torch.equal(run.weights["net.classifier.weight"], initial["net.classifier.weight"])
     assert not torch.equal(run.weights["net.features.0.weight"], initial["net.features.0.weight"])
+
+
+def test_a_schedule_may_replace_the_configured_rate():
+    schedule = partial(OneCycleLR, max_lr=1.0, div_factor=4, total_steps=5, cycle_momentum=False)
+    by_schedule = fit(make_client(lr_scheduler=schedule), max_rounds=1)
+    by_optimizer = fit(make_client(optimizer=partial(MOMENTUM, lr=0.25)), max_rounds=1)
+    assert by_schedule.rows[0]["lr"] == pytest.approx(0.25)
+    for name, tensor in by_optimizer.weights.items():
+        torch.testing.assert_close(by_schedule.weights[name], tensor)
 
 
 def test_a_schedule_that_waits_for_a_metric_is_refused():
