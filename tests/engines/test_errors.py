@@ -7,11 +7,14 @@ import traceback
 from functools import partial
 
 import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from federations import fit, make_client
+from federations import fit, make_client, points
 from pfl_lightning.engines import Auto, Evaluated, Outcome, Processes, Sequential, Vectorised, processes, sequential
 from pfl_lightning.engines.client_parallel import ClientParallel
 from pfl_lightning.engines.errors import ClientsLost, Failure, during
+from pfl_lightning.engines.steps import step_values
 from pfl_lightning.methods import FedAvg
 from pfl_lightning.privacy import DPSGD
 from pfl_lightning.stopping import Stopped
@@ -215,3 +218,13 @@ def test_an_error_comes_out_of_another_process_with_its_traceback_and_its_note(e
         pickle.loads(pickle.dumps(Failure.of(error))).throw("rank 1")
     assert raised.value.__notes__ == ["Raised in the upload of client 4 in round 2."]
     assert "in rank 1:" in text_of(raised.value) and "raise error" in text_of(raised.value)
+
+
+@pytest.mark.parametrize("returned", [None, 0.5, {"value": torch.zeros(())}], ids=str)
+def test_a_step_without_a_loss_is_refused_by_what_it_returned(returned):
+    class Own(FedAvg):
+        def training_step(self, batch, batch_idx):
+            return returned
+
+    with pytest.raises(MisconfigurationException, match=rf"Own\.training_step returned {type(returned).__name__} "):
+        step_values(make_client(Own), points(4, seed=0), 0)
