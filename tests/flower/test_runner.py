@@ -87,6 +87,7 @@ def test_a_lost_run_is_followed_by_one_that_goes_on(flower, lost, capsys):
         LOG,
         # the SuperLink is dead, and the log comes again from its first line when it is back
         UNREACHABLE,
+        UNREACHABLE,
         runs("running"),
         "",
         runs("running"),
@@ -105,7 +106,9 @@ def test_a_lost_run_is_followed_by_one_that_goes_on(flower, lost, capsys):
     assert begins == [
         f'run APP local -c timeout=5 -c ckpt-path="{path}" --format json' for path in ("", "unfinished", "unfinished")
     ]
-    assert capsys.readouterr().out == LOG + "round 1 of 2\n" + LOG + "round 2 of 2\n"
+    shown = capsys.readouterr()
+    assert shown.out == LOG + "round 1 of 2\n" + LOG + "round 2 of 2\n"
+    assert shown.err.count("the SuperLink doesn't answer; it is asked again") == 1
 
 
 def test_a_new_run_whose_server_said_nothing_is_begun_anew_again(flower):
