@@ -245,4 +245,4 @@ def connections(address: str, certificates: Path | None) -> str:
 
 def tell(text: str) -> None:
     """Print a line of the command's own, apart from the server's lines."""
-    print(f"pfl-lightning: {text}", file=sys.stderr, flush=True)
+    print(f"pfl-lightning: {text}", file=sys.stderr)
