@@ -191,6 +191,8 @@ def test_moments_of_sites_are_those_of_all_rows():
     found, every = merged(told, ["scales"]), np.concatenate(parts)
     assert found["mean"]["age"] == pytest.approx(every.mean(), rel=1e-12)
     assert found["deviation"]["age"] == pytest.approx(every.std(), rel=1e-9)
+    # of one site alone they are its own
+    assert merged({7: told[1]}, ["scales"])["mean"] == {"age": pytest.approx(parts[1].mean(), rel=1e-12)}
 
 
 @pytest.mark.parametrize("standardize", ["table", "client", None])
