@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,17 @@ def test_settings_of_a_quorum_are_those_of_the_app(app):
     assert apps.quorum_in(run) == apps.quorum_in({}) == Quorum()
     other = {"min-available": 3, "min-results": 0.5, "grace": 7, "wait-for-lost": 9, "late-rounds": 1}
     assert apps.quorum_in(run | other) == Quorum(3, 0.5, 7.0, 9.0, 1)
+
+
+def test_settings_of_a_server_are_those_of_the_app(tmp_path, monkeypatch):
+    run, given = {"timeout": 7, "patience": 9, "max-norm": 0.0}, []
+    monkeypatch.setattr(apps, "serve", lambda *args, **settings: given.append(settings))
+    parts = SimpleNamespace(trainer=None, model=None, datamodule=None, aggregator=None)
+    for settings in (run, run | {"max-norm": 3, "max-clients": 5, "evaluate-with-training": True}):
+        apps.serve_app(None, parts, settings, tmp_path, tmp_path / "status", None)
+    names = ("timeout", "patience", "max_norm", "max_clients", "together")
+    assert [given[1][name] for name in names] == [7.0, 9.0, 3.0, 5, True]
+    assert [given[0][name] for name in names[2:]] == [None, 0, False]
 
 
 @pytest.mark.parametrize(
