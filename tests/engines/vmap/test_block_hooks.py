@@ -21,7 +21,6 @@ from pfl_lightning.methods import (
     FedCAC,
     FedDistill,
     FedGH,
-    FedLESAM,
     FedNTD,
     FedPCL,
     FedProto,
@@ -63,7 +62,7 @@ def ends(model, tmp_path, data=None, **settings):
 
 @pytest.mark.parametrize(
     "method",
-    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, FedLESAM, GPFL, PerFCL],
+    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, GPFL, PerFCL],
     ids=lambda m: m.__name__,
 )
 @pytest.mark.by_default("ControlVariates", "MOON")
