@@ -336,6 +336,15 @@ def test_clients_that_never_took_part_are_mixed_by_the_initial_distribution():
         assert torch.equal(aggregator.distributions()[0], aggregator.state["prior"])
 
 
+def test_a_newcomer_receives_what_a_client_with_its_update_does():
+    updates = random_updates()
+    ours = server(updates, clients=M + 1)
+    for twin, update in [*updates.items(), (M, None)]:
+        expected = ours.download(twin)["weights"]
+        for name, tensor in ours.welcome(99, update)["weights"].items():
+            torch.testing.assert_close(tensor, expected[name])
+
+
 def test_with_fewer_classes_than_uploads_the_class_models_alone_are_kept(monkeypatch):
     aggregator = server(random_updates(), layers="all")
     assert len(aggregator.state["sources"]) == K
