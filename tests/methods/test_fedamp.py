@@ -149,6 +149,17 @@ def test_the_nearer_model_has_the_more_weight_and_scaling_down_keeps_the_ratio()
     torch.testing.assert_close(clamped[0, 1] / clamped[0, 2], free[0, 1] / free[0, 2])
 
 
+def test_a_newcomer_receives_what_a_client_with_its_model_does():
+    sent, settings = uploads(0, 1, 2, 3), {"alpha": 1.0, "sigma": 5.0}
+    ours, whole = server(**settings), server(**settings)
+    assert equal(ours.welcome(9, None)["weights"], ours.state["initial"])
+    ours.aggregate({client: sent[client] for client in (0, 1, 2)}, 0)
+    whole.aggregate(sent, 0)
+    expected = whole.download(3)["weights"]
+    for name, tensor in ours.welcome(9, sent[3])["weights"].items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
 def test_equal_models_give_their_mean_and_rounding_makes_no_nan():
     aggregator = server()
     same = uploads(1)[1]
