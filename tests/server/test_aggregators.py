@@ -23,6 +23,7 @@ from pfl_lightning.methods import FedAvg, FedPer
 from pfl_lightning.nets import Net
 from pfl_lightning.privacy import SecureSum
 from pfl_lightning.server.means import CoordinateMedian
+from pfl_lightning.server.weighted_average import moved_model
 
 
 def update(samples, **weights):
@@ -88,6 +89,13 @@ def test_clients_count_by_their_samples_or_all_alike():
     assert client_weights(updates, "samples") == {1: 0.25, 4: 0.75}
     assert client_weights(updates, "uniform") == {1: 0.5, 4: 0.5}
     assert mean_model(updates, {4: 0.75, 1: 0.25})["w"].tolist() == [5.0]
+
+
+def test_a_model_moves_by_weighted_changes_whatever_their_sum():
+    updates, model = {1: update(1, w=[2.0, 0.0]), 4: update(3, w=[6.0, 1.0])}, {"w": torch.tensor([1.0, 1.0])}
+    assert moved_model(updates, {1: 0.5, 4: 2.0}, model, ["w"])["w"].tolist() == [11.5, 0.5]
+    starts = {1: {"w": torch.tensor([0.0, 2.0])}, 4: {"w": torch.tensor([5.0, 1.0])}}
+    assert moved_model(updates, {1: 0.5, 4: 2.0}, model, ["w"], starts)["w"].tolist() == [4.0, 0.0]
 
 
 def test_clients_that_count_alike_are_not_asked_for_their_samples():
