@@ -20,7 +20,7 @@ REFUSED = "no block takes its clients"
 ONE_BY_ONE = {
     "adaptive_fedprox": SAMPLES,
     "afl": SAMPLES,
-    "apple": REFUSED,
+    "apple": UNMARKED,
     "ccvr": SAMPLES,
     "dispfl": VALUES,
     "ensemble": UNMARKED,

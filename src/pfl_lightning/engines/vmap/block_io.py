@@ -22,7 +22,7 @@ from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockHooks, is
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
+from pfl_lightning.messages import CPU, Message, Others, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
@@ -185,14 +185,24 @@ class BlockIO:
         if device.type == "cpu":
             return jobs
         # By identity, because clients share many tensors, such as the global weights.
-        sent = {id(tensor): tensor for job in jobs for tensor in tensors([job.state.personal, job.payload])}
+        sent = {
+            id(tensor): tensor
+            for job in jobs
+            for entry in (job.state.personal, *job.payload.values())
+            if type(entry) is not Others
+            for tensor in tensors(entry)
+        }
         there = dict(zip(sent, moved([*sent.values()], device), strict=True))
 
         def arrived(record: Any) -> Any:
-            return tree_map(lambda tensor: there[id(tensor)], record)
+            # a pool's models go to the device as one stack, where a hook asks for them
+            return record if type(record) is Others else tree_map(lambda tensor: there[id(tensor)], record)
 
         return [
-            job._replace(state=replace(job.state, personal=arrived(job.state.personal)), payload=arrived(job.payload))
+            job._replace(
+                state=replace(job.state, personal=arrived(job.state.personal)),
+                payload={name: arrived(entry) for name, entry in job.payload.items()},
+            )
             for job in jobs
         ]
 
