@@ -24,6 +24,7 @@ from pfl_lightning.methods import (
     FedLESAM,
     FedNTD,
     FedPCL,
+    FedPer,
     FedProto,
     FedProx,
     NormalizedHead,
@@ -96,6 +97,42 @@ def test_a_client_is_filled_up_by_samples_of_its_own():
     ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
     assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
     assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
+
+
+class Alternates(FedPer):
+    """Trains its classifier alone in every second of its rounds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("rounds", torch.tensor(0))
+
+    def is_shared(self, name):
+        return super().is_shared(name) and name != "rounds"
+
+    def local_phases(self):
+        return self.joining_phases() if self.rounds % 2 else super().local_phases()
+
+    @at_once
+    def upload(self, data):
+        self.rounds.add_(1)
+        return super().upload(data)
+
+
+class Downloads(Alternates):
+    """The same, with a download for all clients at once."""
+
+    @at_once
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+
+
+@pytest.mark.parametrize("method", [Alternates, Downloads])
+def test_phases_are_by_the_clients_own_entries(method, tmp_path, runs):
+    one, other = ends(partial(make_client, method), tmp_path)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert runs.count(("local_phases", False)) == 1 and ("upload", True) in runs
 
 
 @pytest.mark.parametrize("settings", [{}, {"layers": 2, "threshold": 1e-3}], ids=["settles", "layers"])

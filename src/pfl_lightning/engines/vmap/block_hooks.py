@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples, whole_of
 from pfl_lightning.data.client_data import IGNORED, counts_of, drawn_numbers
 from pfl_lightning.data.streamed import Streamed
@@ -300,6 +301,22 @@ class BlockHooks:
             return None
         self._tell([done])
         return stacks
+
+    def phases(self, members: list[Member], stacks: StateDict) -> list[Phase] | None:
+        """Return the local phases of all clients; None if these look at a client, or at values of its entries.
+
+        Args:
+            members: the clients.
+            stacks: parameters and buffers after the download, a row per client.
+        """
+        phases: list[Phase] = []
+
+        def ask(_: RowOf, data: BlockData) -> None:
+            phases.extend(self.module.local_phases())
+
+        if "local_phases" in self.refused or self._run("local_phases", ask, stacks, members) is None:
+            return None
+        return phases
 
     @torch.no_grad()
     def upload(self, block: Block) -> list[Message] | None:

@@ -74,10 +74,10 @@ class BlockIO:
         put_together([member.data for member in members])
         if (stacks := self._given(members)) is not None:
             # Evaluations have no local phases.
-            return members, stacks, self._phases(members) if training else []
+            return members, stacks, self._phases(members, stacks) if training else []
         there = self._sent_together(members)
         if (stacks := self.hooks.receive(members, there, training)) is not None:
-            return members, stacks, self._phases(members) if training else []
+            return members, stacks, self._phases(members, stacks) if training else []
         if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
@@ -119,15 +119,30 @@ class BlockIO:
             stacks[name] = repeated(stack, len(members)) if name in alike else stack
         return stacks
 
-    def _phases(self, members: list[Member]) -> list[Phase]:
-        """Return the phases that all clients have in common."""
-        signature, current = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots.current()
-        # The default phases are the same for all clients.
-        for member in members if overrides(self.module, "local_phases") else members[:1]:
+    def _phases(self, members: list[Member], stacks: StateDict) -> list[Phase]:
+        """Return the phases that all clients have in common.
+
+        Args:
+            members: the clients.
+            stacks: parameters and buffers after the download, a row per client.
+
+        Raises:
+            Unvectorisable: if clients differ in their phases.
+        """
+        signature, slots = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots
+        self.sequential.set_turn(members[0].job)
+        # The default phases are the same for all clients, and so are others that look at no client.
+        own = overrides(self.module, "local_phases")
+        phases = self.hooks.phases(members, stacks) if own else self.module.local_phases()
+        if phases is not None:
+            signature.admit(phases, slots.current())
+            return phases
+        for row, member in enumerate(members):
             self.sequential.set_turn(member.job)
-            phases = self.module.local_phases()
-            signature.admit(phases, current)
-        return phases
+            with slots.holding({name: stack[row] for name, stack in stacks.items()}):
+                phases = self.module.local_phases()
+                signature.admit(phases, slots.current())
+        return cast("list[Phase]", phases)
 
     def _loaded(
         self, members: list[Member], jobs: list[Job], keys: Sequence[object], training: bool
