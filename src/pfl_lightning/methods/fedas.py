@@ -127,9 +127,10 @@ class FedAS(PersonalNet, FedPer):
             self.net.features.eval()
             h = self.net.features(x)
         squares = (h - self.aims(target, default=h.detach())).square().mean(1)
-        # each class counts the same, however many samples of the batch it has
-        counts = F.one_hot(target, self.num_classes).sum(0)
-        return {"loss": (squares / counts[target]).sum()}
+        # each class counts the same, however many samples of the batch it has; in means over samples alone, in which
+        # the filling of short batches can count for nothing
+        shares = F.one_hot(target, self.num_classes).to(squares).mean(0)
+        return {"loss": (squares / shares[target]).mean()}
 
     def upload(self, data: ClientData) -> Message:
         """Return the feature extractor and the slope of the loss; keep the trained model."""
