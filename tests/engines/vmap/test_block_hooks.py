@@ -18,8 +18,10 @@ from pfl_lightning.methods import (
     GPFL,
     MOON,
     FedALA,
+    FedAS,
     FedCAC,
     FedDistill,
+    FedEM,
     FedGH,
     FedLESAM,
     FedNTD,
@@ -97,6 +99,55 @@ def test_a_client_is_filled_up_by_samples_of_its_own():
     ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
     assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
     assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
+
+
+def test_marked_samples_are_a_client_s_own_in_their_order_and_the_filling_finite():
+    x, y = points(40, seed=1)
+    sizes = (40, 8, 0)
+    sources = [
+        OneClient(Samples(torch.full_like(x, torch.inf), y)),
+        *(OneClient(Samples(x[:n], y[:n])) for n in sizes[1:]),
+    ]
+    members = [SimpleNamespace(data=ClientData(source, 0)) for source in sources]
+    data = BlockData(members, lambda tensor: tensor)
+    parts = list(data.marked_chunks(15, ignored=True))
+    assert [own.sum(1).tolist() for *_, own in parts] == [[15, 8, 0], [15, 0, 0], [10, 0, 0]]
+    assert all(inputs.isfinite()[1].all() and torch.equal(own, classes >= 0) for inputs, classes, own in parts)
+    for k, member in enumerate(members):
+        alone = list(member.data.marked_chunks(15))
+        assert all(own.all() for *_, own in alone)
+        for (inputs, classes, _), (its, given, own) in zip(alone, parts, strict=False):
+            assert torch.equal(inputs, its[k][own[k]]) and torch.equal(classes, given[k][own[k]])
+    # targets of any kind where they needn't be told from filling
+    ((_, targets, own),) = data.marked_chunks()
+    assert torch.equal(targets[1][own[1]], y[:8]) and (targets >= 0).all()
+    sources[0].task = Regression()
+    with pytest.raises(ReadsClient):
+        next(data.marked_chunks(ignored=True))
+
+
+UNEQUAL = {
+    "em": (partial(FedEM, num_learners=2), {}),
+    "batches": (partial(FedAS, align_batch_size=5, fisher_batch_size=7), {"local_steps": 2, "local_epochs": None}),
+    "steps": (partial(FedAS, align_epochs=0), {}),
+}
+
+
+@pytest.mark.parametrize("filled", [8192, 7])
+@pytest.mark.parametrize("case", UNEQUAL)
+@pytest.mark.by_default("em-7", "batches-7")
+def test_passes_over_samples_of_unequal_clients_are_those_of_each_alone(case, filled, tmp_path, runs, monkeypatch):
+    """Clients of several ages, as the first round of each differs."""
+    monkeypatch.setattr(block_hooks, "FILLED", filled)
+    method, settings = UNEQUAL[case]
+    data = blobs(31, 12, 44, 9, 5, by_class=True)
+    one, other = ends(partial(make_client, method), tmp_path, data, clients_per_round=0.6, max_rounds=5, **settings)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    # the number of steps, which a hook asks for, makes groups
+    assert ("on_download", True) in runs and ("upload", True) in runs
+    assert sum(not well for _, well in runs) == (case != "em")
 
 
 class Alternates(FedPer):

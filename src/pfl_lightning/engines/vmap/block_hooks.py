@@ -176,17 +176,39 @@ class BlockData(AnyClient):
         Raises:
             ReadsClient: if samples are read one batch after another.
         """
+        for x, y, own in self._chunks():
+            yield tree_map(self._row, x), self._row(torch.where(own, y, -1))
+
+    def marked_chunks(self, size: int | None = None, ignored: bool = False) -> Iterator[tuple[Tree, Tree, Tensor]]:
+        """Yield inputs and targets of all clients' training samples, some at a time, and which are each client's.
+
+        Args:
+            size: as for `ClientData.marked_chunks`.
+            ignored: likewise.
+
+        Raises:
+            ReadsClient: if samples are read one batch after another, or have no class to mark the filling by.
+        """
+        # a task of another type may count the marked samples
+        if ignored and type(self._members[0].data.task) is not Classification:
+            self._refuse()
+        for x, y, own in self._chunks(size):
+            marked = torch.where(own, y, IGNORED) if ignored else y
+            yield tree_map(self._row, x), tree_map(self._row, marked), self._row(own)
+
+    def _chunks(self, size: int | None = None) -> Iterator[tuple[Tree, Any, Tensor]]:
+        """Yield samples of all clients ``[clients, n, ...]``, and which of them are a client's ``[clients, n]``."""
         clients = [member.data for member in self._members]
         sizes = torch.tensor([data.size("train") for data in clients])
         if isinstance(clients[0].train, Streamed):
             self._refuse()
         whole = whole_of(clients, "train")
-        begins, device = sizes.cumsum(0) - sizes, whole.y.device
-        for numbers in torch.split(torch.arange(int(sizes.max())), max(1, FILLED // len(clients))):
+        begins, device = sizes.cumsum(0) - sizes, next(tensors(whole.y)).device
+        for numbers in torch.split(torch.arange(int(sizes.max())), size or max(1, FILLED // len(clients))):
             own = numbers < sizes[:, None]
             # filled up by the client's first sample, of which its net makes numbers as finite as of others
-            x, y = batches_at((whole.x, whole.y), (begins[:, None] + torch.where(own, numbers, 0)).to(device))
-            yield tree_map(self._row, x), self._row(torch.where(own.to(device), y, -1))
+            rows = (begins[:, None] + torch.where(own, numbers, 0)).clamp_max(int(sizes.sum()) - 1)
+            yield *batches_at((whole.x, whole.y), rows.to(device)), own.to(device)
 
     def drawn(self, percent: float, name: str) -> tuple[Samples, Tensor]:
         """Return a random share of each client's training samples, filled up, and which are its own.
