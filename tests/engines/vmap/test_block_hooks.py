@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from federations import OneClient, blobs, equal, fit, make_client, points
+from federations import OneClient, Spy, blobs, equal, fit, make_client, points
+from pfl_lightning import WeightedAverage
 from pfl_lightning.client.at_once import at_once, runs_at_once
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines.base import ReadsClient
@@ -148,6 +149,50 @@ def test_passes_over_samples_of_unequal_clients_are_those_of_each_alone(case, fi
     # the number of steps, which a hook asks for, makes groups
     assert ("on_download", True) in runs and ("upload", True) in runs
     assert sum(not well for _, well in runs) == (case != "em")
+
+
+class Scales(FedPer):
+    """Keeps a tensor of what it receives, by which it sends its classifier's bias."""
+
+    sends = FedPer.sends | {"scaled"}
+    caches = frozenset({"scale"})
+
+    @at_once
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.scale = self.of_received(payload)
+
+    def of_received(self, payload):
+        return payload["weights"]["net.features.0.bias"].norm()
+
+    @at_once
+    def upload(self, data):
+        return super().upload(data) | {"scaled": self.scale * self.net.classifier.bias}
+
+
+class OwnScale(Scales):
+    """The same, of the client's own classifier."""
+
+    def of_received(self, payload):
+        return self.net.classifier.bias.norm() + payload["weights"]["net.features.0.bias"][0]
+
+
+@pytest.mark.parametrize(("method", "common"), [(Scales, True), (OwnScale, False)])
+def test_a_cache_may_be_of_what_all_clients_have_in_common(method, common, tmp_path, runs):
+    spies = [Spy(), Spy()]
+    for spy, engine in zip(spies, ("sequential", "vectorised"), strict=True):
+        client = make_client(method)
+        fit(client, engine=engine, max_rounds=3, precision="64-true", callbacks=[spy], aggregator=Takes())
+    for one, other in zip(*(tensors(spy.updates) for spy in spies), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+    assert (("on_download", common) in runs) and (("upload", True) in runs) == common
+    assert ("on_download", not common) not in runs
+
+
+class Takes(WeightedAverage):
+    """Takes notice of nothing more than `WeightedAverage`."""
+
+    needs = WeightedAverage.needs | {"scaled"}
 
 
 class Alternates(FedPer):

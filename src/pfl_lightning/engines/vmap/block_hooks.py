@@ -17,12 +17,13 @@ from pfl_lightning.data import ClientData, Samples, whole_of
 from pfl_lightning.data.client_data import IGNORED, counts_of, drawn_numbers
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree
-from pfl_lightning.engines.base import AnyClient, ClientState, Job
+from pfl_lightning.engines.base import AnyClient, ClientState, Job, ReadsClient
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member, batches_at
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
+    is_wrapped,
     leave_vmap,
     load_decompositions,
     outside_vmap,
@@ -271,8 +272,8 @@ class BlockHooks:
         return (
             hook not in self.refused
             and runs_at_once(module, hook)
-            # attributes that a hook writes under vmap would hold the rows of all clients
-            and not module.caches
+            # each client would have its own, and a hook the last one's
+            and not self.attributes.differing
             and not isinstance(module.net, LightningNet)
             and not any(overrides(module, other) for other in ("receive", "assign", "state_dict", "shared_state"))
         )
@@ -425,7 +426,7 @@ class BlockHooks:
         """
         table, count = vars(self.module), len(members)
         turn = {name: table[name] for name in ("client_id", "steps_done")}
-        steps = {member.steps for member in members}
+        steps, caches = {member.steps for member in members}, self.attributes.caches
         table.update(client_id=AnyClient(), round=members[0].job.round, steps_done=min(steps))
         if len(steps) > 1:
             # a hook reading the number fails, and runs again for clients with equal numbers
@@ -448,6 +449,9 @@ class BlockHooks:
         try:
             given = {name: row(entry.detach()) for name, entry in entries.items()}
             found = self.attributes.slots.call(function, given, row, BlockData(members, row))
+            # what a hook computes of all clients' common payload is the same for all; else it would hold all rows
+            if any(map(is_wrapped, tensors(self.attributes.caches))):
+                raise ReadsClient("a cache is of one client")
             return Done(
                 {key: tree_map(stacked, value) for key, value in (found or {}).items()},
                 [(stacked(flag), text, tuple(map(stacked, numbers))) for flag, text, numbers in doubts],
@@ -458,6 +462,8 @@ class BlockHooks:
         # Of any type: the hook then runs client by client, which shows the author's own errors.
         except Exception:
             self.refused.add(hook)
+            self.attributes.take(self.attributes.caches.keys() - caches.keys())
+            self.attributes.put(caches)
             return None
         finally:
             leave_vmap()
