@@ -36,7 +36,6 @@ ONE_BY_ONE = {
     "fedgen": UNMARKED,
     "fedkd": VALUES,
     "fedmd": REFUSED,
-    "fedpcl": SAMPLES,
     "fedphp": VALUES,
     "fedpm": DRAWS,
     "fedrolex": SIZES,
