@@ -115,6 +115,9 @@ def quick_libraries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if yaml.__with_libyaml__:
             patch.setattr(yaml, "dump", partial(yaml.dump, Dumper=yaml.CDumper))
+            # the parser's own texts and those of Lightning's command line
+            patch.setattr(yaml, "SafeDumper", yaml.CSafeDumper)
+            patch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)
         patch.setattr(torch.cuda, "device_count", cache(torch.cuda.device_count))
         yield
 

@@ -113,6 +113,7 @@ def before(line):
 
 
 @pytest.mark.parametrize("line", commands())
+@pytest.mark.by_default(but=["participation", "methods-"])
 def test_a_command_that_is_shown_runs(line, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for logger, package in {"Wandb": "wandb", "TensorBoard": "tensorboard", "MLFlow": "mlflow"}.items():

@@ -226,7 +226,7 @@ def run_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("line", LEDGER)
-@pytest.mark.by_default("claims-0", "privacy-1", "privacy-2", "robustness-2")
+@pytest.mark.by_default("privacy-1")
 def test_each_command_of_the_ledger_makes_runs_that_there_can_be(line, capsys, monkeypatch):
     """It runs for two rounds with a few clients of random samples."""
     line = run_of(line, capsys)
@@ -304,6 +304,8 @@ def small(line: str) -> str:
     but=[
         "without_server",
         "by_site",
+        "datasets",
+        "late_client",
         "forecast",
         "sweep",
         "log",

@@ -638,6 +638,7 @@ def check_drawn(name: str, draws: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", DOORS)
+@pytest.mark.by_default("arrays")
 def test_drawn_runs_keep_their_promises_or_end_in_a_sentence(name: str) -> None:
     check_drawn(name, 200, 0)
 

@@ -74,6 +74,7 @@ def called(root, *words):
     return ended.value.code
 
 
+@pytest.mark.exhaustive
 def test_each_mutation_has_its_verdict_and_an_interrupted_run_goes_on(tiny, capsys):
     assert called(tiny, "--rooms", "sums", "flag", "idle") == 1
     rows = {row["room"]: row for row in read_csv(Path("verdicts.csv"))}

@@ -252,6 +252,7 @@ def test_at_once_a_rank_ends_when_its_parent_has_ended(orphan, monkeypatch):
     assert process.exitcode == int(orphan)
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_before_any_checkpoint_starts_anew(uninterrupted, tmp_path):
     endless = write_config(tmp_path, max_rounds=30, local_epochs=100_000)
     folder = run_folder(tmp_path)

@@ -143,6 +143,7 @@ def test_without_a_logger_nothing_is_drawn_or_traced(monkeypatch):
     fit(wdr(), callbacks=[ClassPictures(every=1)])
 
 
+@pytest.mark.exhaustive
 def test_weights_and_biases_gets_the_pictures(monkeypatch, tmp_path):
     images = {}
 

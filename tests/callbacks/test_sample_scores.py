@@ -71,6 +71,7 @@ def test_a_guarantee_of_privacy_covers_no_scores(tmp_path):
     assert run.rows and not (run.folder / FILE).exists()
 
 
+@pytest.mark.exhaustive
 def test_an_auroc_has_pseudo_values_whose_spread_is_that_of_resampled_rows():
     rng = np.random.default_rng(0)
     target = torch.from_numpy(rng.integers(0, 2, 120))
@@ -84,6 +85,7 @@ def test_an_auroc_has_pseudo_values_whose_spread_is_that_of_resampled_rows():
     assert scores.values.std(ddof=1) / math.sqrt(120) == pytest.approx(np.std(resampled), rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_many_rows_are_left_out_in_equal_parts():
     rng = np.random.default_rng(1)
     target = torch.from_numpy(rng.integers(0, 2, 1000))

@@ -34,6 +34,7 @@ def table(events, name: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *rows)]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_in_its_folder(logged):
     run, events = logged
     assert [path.name for path in run.folder.parent.iterdir()] == ["version_0"]

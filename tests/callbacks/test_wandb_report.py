@@ -46,6 +46,7 @@ def history(logged) -> list[dict[str, Any]]:
     return [items(record.history.item) for record in logged[1] if record.WhichOneof("record_type") == "history"]
 
 
+@pytest.mark.exhaustive
 def test_the_record_of_each_round_is_in_the_history_under_its_round(logged):
     rows = {row["round"]: row for row in history(logged) if "val/acc" in row}
     assert set(rows) == {1, 2, 3}
@@ -114,6 +115,7 @@ def resumed(tmp_path_factory):
     return root, [list(records(path)) for path in paths]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_the_same_run(resumed):
     root, files = resumed
     ids = [run.run_id for file in files for run in kinds(file, "run")[:1]]

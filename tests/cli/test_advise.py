@@ -490,6 +490,7 @@ def play(made, monkeypatch):
     return tournament
 
 
+@pytest.mark.exhaustive
 def test_validation_chooses_and_test_rows_only_report(made):
     good = {"Local": (0.5, 0.7), "FedAvg": (0.4, 0.9), "Ditto": (0.8, 0.6)}
     made.accuracies = lambda run: [tuple(x + wobble(run) for x in good[run.method.split()[0]])] * 3
@@ -708,6 +709,7 @@ def test_budgets():
 # The whole, with runs in this process
 
 
+@pytest.mark.exhaustive
 def test_advice_for_digits(monkeypatch):
     def run_all(runs, jobs, environment, report, starter):
         for run in runs:

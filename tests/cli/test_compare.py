@@ -181,6 +181,7 @@ def asked(stand_in, monkeypatch):
     return stand_in
 
 
+@pytest.mark.exhaustive
 def test_methods_without_a_setting_run_untuned(asked, capsys):
     asked(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
     line = "--methods FedProx Local --data Digits --tune model.mu=0,1"
@@ -195,6 +196,7 @@ def test_methods_without_a_setting_run_untuned(asked, capsys):
     assert not calls()
 
 
+@pytest.mark.exhaustive
 def test_a_method_is_tuned_by_the_settings_that_it_has(asked, capsys):
     asked(FedProx={"by_mu": {"0": 0.3, "1": 0.5}})
     rates = "model.init_args.optimizer.init_args.lr=0.1,0.2"
@@ -206,6 +208,7 @@ def test_a_method_is_tuned_by_the_settings_that_it_has(asked, capsys):
     assert "Chosen on validation: FedProx lr=0.1,mu=1; Local lr=0.1." in notes
 
 
+@pytest.mark.exhaustive
 def test_trials_that_failed_are_counted(stand_in, capsys):
     stand_in(FedProx={"by_mu": {"0": 0.3}})
     assert compare("--methods FedProx --data Digits --tune model.mu=0,1") == 0
@@ -273,6 +276,7 @@ def test_what_one_method_takes_is_no_mistake(asked, capsys):
     assert called() == {("Local", 0), ("FedProx", 0)}
 
 
+@pytest.mark.exhaustive
 def test_commands_are_printed_and_what_they_leave_is_collected(stand_in, capsys):
     line = "--methods Local FedAvg --data Digits --seeds 0 1"
     assert compare(f"{line} --commands") == 0
@@ -323,6 +327,7 @@ def test_a_table_is_its_file_and_flags_behind_it_win(stand_in, capsys, tmp_path)
     assert table[2].endswith("| 51.5 |") and table[3].endswith("| - |")
 
 
+@pytest.mark.exhaustive
 def test_a_table_has_a_grid_unless_one_is_given_by_hand(stand_in, tmp_path):
     stand_in(FedProx={"by_mu": {"0": 0.3, "1": 0.7, "2": 0.5}})
     (tmp_path / "mine.yaml").write_text("methods: [FedProx]\nfit: --data Digits\ntune: ['model.mu=0,1']")
@@ -454,6 +459,7 @@ def test_intervals_are_over_test_rows_where_all_seeds_share_them_and_both_means_
     assert "for these test rows alone" in (OUT / "comparison.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_reference_that_validation_prefers_is_no_gain_and_without_validation_nothing_is_chosen(stand_in):
     methods = ("Local", "FedAvg", "FedPer")
     for values, words in (((0.8, 0.6, 0.8), "choose Local, the reference"), (("", "", ""), "No row validates")):
@@ -463,6 +469,7 @@ def test_a_reference_that_validation_prefers_is_no_gain_and_without_validation_n
         assert words in " ".join((out / "comparison.md").read_text().split())
 
 
+@pytest.mark.exhaustive
 def test_where_rows_differ_by_seed_or_have_no_scores_intervals_are_over_seeds(stand_in):
     own = {"Local": 60, "FedAvg": 66}
     for kind in ("partition", "scores"):
@@ -485,6 +492,7 @@ def test_unnamed_clients_of_other_partitions_are_not_compared_by_client(stand_in
     assert not list(OUT.glob("by_client*"))
 
 
+@pytest.mark.exhaustive
 def test_intervals_hold_for_other_clients_where_these_stay(stand_in):
     stand_in(
         FedPer_0={"clients": [0.5, 0.7]},
@@ -527,6 +535,7 @@ def test_the_reference_is_the_one_given_or_chosen_by_names_alone(stand_in, optio
     assert [name for name in row[other] if name.startswith("over ")] == titles
 
 
+@pytest.mark.exhaustive
 def test_columns_that_are_asked_for(stand_in, capsys):
     own = {"Local": [0.1, 0.9], "FedPer": [0.3, 0.8], "Ditto": [0.4, 0.8]}
     later = [k / 100 for k in range(1, 11)]
@@ -552,6 +561,7 @@ def work_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("Unequal work")]
 
 
+@pytest.mark.exhaustive
 def test_unequal_work_has_a_column_and_a_sentence(stand_in, capsys):
     # 6 steps and 60 samples are usual; FedPer's steps are within five per cent of that, and Local trains nothing
     stand_in(
@@ -580,6 +590,7 @@ def test_the_usual_work_is_the_most_frequent_and_else_the_least():
     assert of(a=0.0, b=5.0) == of(a=0.0) == of() == {}
 
 
+@pytest.mark.exhaustive
 def test_equal_work_has_neither_unless_asked_for(stand_in, capsys):
     stand_in(FedPer={"steps": 6.2})
     assert compare("--methods FedAvg FedPer --data Digits") == 0
@@ -591,6 +602,7 @@ def test_equal_work_has_neither_unless_asked_for(stand_in, capsys):
     assert "| method | samples read |" in (OUT / "comparison.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_a_target_costs(stand_in):
     header = "round,cohort,bytes/up,bytes/down,time/train,time/evaluate,val/acc,test/acc\n"
     rounds = {
@@ -755,6 +767,7 @@ def test_columns_that_nobody_has_are_left_out(stand_in):
     assert first.startswith("| FedAvg | 25.00 | 25.00 | 25.00 |") and second.startswith("| Local | - | - | - |")
 
 
+@pytest.mark.exhaustive
 def test_new_clients_have_columns(stand_in, capsys):
     stand_in(FedAvg={"new": {"received/acc": 0.25, "joined/acc": 0.375, "gap": 0.125}})
     assert compare("--methods FedAvg Local --data Digits --data.new_clients 2") == 0
@@ -803,6 +816,7 @@ def test_a_method_that_fails_does_not_stop_the_others(stand_in, capsys):
     assert (OUT / "comparison.md").read_text().splitlines()[2].endswith("| - | seed 0, 1 |")
 
 
+@pytest.mark.exhaustive
 def test_a_failed_run_is_tried_again(stand_in):
     stand_in(Local={"fails": "no."})
     assert compare("--methods Local --data Digits") == 1
@@ -810,6 +824,7 @@ def test_a_failed_run_is_tried_again(stand_in):
     assert compare("--methods Local --data Digits") == 0
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_other_settings_is_refused(stand_in, capsys, tmp_path):
     data = tmp_path / "data.yaml"
     data.write_text("data: {class_path: Digits}")
@@ -925,6 +940,7 @@ def test_a_run_that_will_not_end_is_killed(tmp_path, monkeypatch):
     process.stdout.close()
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_not_started_twice(stand_in, capsys):
     stand_in(Local={"until": "stop"})
     other = forked(pfl, "compare --methods Local --data Digits")

@@ -174,6 +174,7 @@ def accuracies(sizes, seeds, rng, gain=0.0):
 
 @pytest.mark.parametrize("by", ["client", "sample"])
 @pytest.mark.parametrize("sizes", [HOSPITALS, LARGE], ids=["hospitals", "4,000 rows"])
+@pytest.mark.by_default("hospitals")
 def test_equal_methods_on_one_test_set_are_marked_in_five_per_cent(sizes, by):
     rng = np.random.default_rng(8)
     marked = [sample_interval(accuracies(sizes, 10, rng), by)[2] < 0.05 for _ in range(500)]

@@ -129,7 +129,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", RUNS)
-@pytest.mark.by_default(but=["fedavg-mnist_dir0.1"])
+@pytest.mark.by_default("kt_pfl-digits_dir0.1")
 def test_a_pair_runs(pair, tiny, monkeypatch):
     method, data = pair
     if data.stem == "roles_adapters":
@@ -169,6 +169,7 @@ def test_a_folder_of_images_takes_the_place_of_the_archive(data, capsys):
     assert holds(config["init_args"], load(data)["data"]["init_args"])
 
 
+@pytest.mark.exhaustive
 def test_a_protocol_runs_on_a_folder_of_images(tiny):
     small = f"--data.root {tiny('ImageFolder')} --data.max_samples 500 --data.num_clients 5"
     pfl(f"fit --config protocols/cifar10_iid --config sources/cifar10_folder {small} --trainer.max_rounds 1 {QUIET}")

@@ -18,6 +18,7 @@ def write(path, *sites):
     Path(path).write_text("\n".join(["site,x,y", *lines]))
 
 
+@pytest.mark.exhaustive
 def test_clients_of_a_new_table_join_the_newest_run(capsys):
     pytest.importorskip("pandas", reason="needs the extra tables")
     write("old.csv", "Bremen", "Ulm")

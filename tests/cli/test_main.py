@@ -154,6 +154,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"pfl-lightning {pfl_lightning.__version__}\n"
 
 
+@pytest.mark.exhaustive
 def test_new_clients_join_a_run(capsys):
     settings = f"{SMALL} --data.new_clients 2"
     pfl(f"fit {settings} --trainer.max_rounds 2")
@@ -167,6 +168,7 @@ def test_new_clients_join_a_run(capsys):
     assert "joined" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_nobody_joins_where_nobody_was_held_out(trained, capsys):
     for line, reason in (
         (f"join {SMALL} --ckpt_path last", "data.new_clients=0 leaves nobody to join"),
@@ -213,7 +215,7 @@ def test_a_refused_checkpoint_leaves_its_run_as_it_was(trained, capsys):
 
 
 @pytest.mark.parametrize("which", ["best", "last", str(CHECKPOINTS / "best.ckpt")])
-@pytest.mark.by_default("best")
+@pytest.mark.exhaustive
 def test_evaluations_find_the_run_after_other_evaluations(which, trained, capsys):
     shown = []
     for command in ("validate", "test", "validate"):

@@ -23,6 +23,7 @@ def call(line):
     assert not ended.value.code
 
 
+@pytest.mark.exhaustive
 def test_a_run_has_its_matrix_beside_its_record(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pfl(f"{FIT} --trainer.max_rounds 2")

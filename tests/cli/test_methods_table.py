@@ -30,7 +30,7 @@ def rows():
 
 
 @pytest.mark.parametrize("method", swept(METHODS))
-@pytest.mark.by_default("FedAWA", "FedProto", "FedReMa")
+@pytest.mark.by_default("FedReMa")
 def test_the_stored_table_is_what_is_measured(method, rows):
     said = f"python docs/catalogue.py {method.name}"
     assert row(method) == rows[METHODS.index(method)], said
@@ -137,6 +137,7 @@ class AtFirst(Equal):
     ],
     ids=lambda value: getattr(value, "name", None),
 )
+@pytest.mark.by_default("SCAFFOLD-no", "FedProto-yes", "Local-")
 def test_servers_that_weigh_by_samples_are_found_by_measuring(method, weighs):
     assert row(method)["weighs by samples"] == weighs
 
@@ -214,6 +215,7 @@ def test_the_note_says_how_many_clients_are_measured():
 
 
 @pytest.mark.parametrize("named", ["", "FedProx Local"])
+@pytest.mark.by_default("FedProx Local")
 def test_the_command_measures_all_methods_or_those_named(named, monkeypatch, capsys):
     few = [method for method in METHODS if method.name in ("Local", "FedAvg", "FedProx")]
     monkeypatch.setattr("pfl_lightning.cli.measuring.METHODS", few)

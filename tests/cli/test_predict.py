@@ -65,6 +65,7 @@ def written(path: str = "predictions.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.exhaustive
 def test_a_client_predicts_without_the_table_of_the_run(here):
     shutil.move("rows.csv", "new.csv")
     # without the target and the clients, and with a column that nobody asked for
@@ -84,6 +85,7 @@ def test_a_client_predicts_without_the_table_of_the_run(here):
     assert [row["prediction"] for row in rows] == [["no", "yes"][number] for number in expected.argmax(1)]
 
 
+@pytest.mark.exhaustive
 def test_the_table_may_name_each_row_s_client(here):
     predict("--data rows.csv --out by_site.csv")
     together = written("by_site.csv")
@@ -98,6 +100,7 @@ def test_the_table_may_name_each_row_s_client(here):
     assert written() == together
 
 
+@pytest.mark.exhaustive
 def test_codes_of_clients_keep_their_zeros(here):
     codes = {"Bremen": "01", "Erfurt": "1", "Ulm": "2"}
     pd.read_csv("rows.csv").replace({"site": codes}).to_csv("codes.csv", index=False)
@@ -122,6 +125,7 @@ def test_without_data_clients_predict_for_their_test_rows(here):
     assert own and [row["row"] for row in rows if row["client"] == "Bremen"] == [str(k) for k in range(len(first))]
 
 
+@pytest.mark.exhaustive
 def test_a_method_that_needs_the_run_s_rows_reads_or_asks_for_them(here, capsys):
     run = "runs/Per-FedAvg-TableData/version_0"
     shutil.copy("rows.csv", "new.csv")

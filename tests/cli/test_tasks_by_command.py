@@ -153,6 +153,7 @@ def test_a_net_of_two_inputs_by_name(capsys):
     assert len({row["p_0"] for row in predicted}) == len(predicted) > 8
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_named_tensors_reaches_a_net_of_two_inputs(tmp_path):
     ids = torch.randint(11, (60, 4), generator=torch.Generator().manual_seed(0))
     torch.save({"input_ids": ids, "attention_mask": (ids > 2).long()}, tmp_path / "words.pt")

@@ -47,6 +47,7 @@ def client_of(method: Any, root: Path) -> Any:
 
 
 @pytest.mark.parametrize("method", swept(METHODS, BRANCHES))
+@pytest.mark.by_default("Ditto", "FedSR", "kNN-Per")
 def test_a_client_of_each_method_leaves_as_torch_reads_it(method, tmp_path):
     model = client_of(method, tmp_path)
     for kind in ("ts", "pt2"):
@@ -66,6 +67,7 @@ def test_a_client_before_its_first_training_leaves_with_the_received_model(metho
     assert torch.equal(read(tmp_path / "model.pt2")(ROWS), model.net(ROWS))
 
 
+@pytest.mark.exhaustive
 def test_mixed_weights_and_neighbours_of_a_regression_leave_too(tmp_path):
     weights = fit(make_client(APFL, mix="parameters"), max_rounds=1).trainer.client(0)
     assert weights.has_personal

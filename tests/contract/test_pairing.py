@@ -121,6 +121,7 @@ def test_what_is_infinite_by_default_may_be_so():
         check_finite(make_client(partial(Numbers, first=0, ceiling=-math.inf)), WeightedAverage())
 
 
+@pytest.mark.exhaustive
 def test_settings_that_say_nothing_of_numbers_are_left_alone():
     for method in METHODS:
         check_finite(method.client(net=MLP), method.new_aggregator())

@@ -66,6 +66,7 @@ def test_records_come_back_as_they_were(record):
     assert identical(in_rows(record), record)
 
 
+@pytest.mark.exhaustive
 def test_records_of_drawn_forms_come_back():
     draw = random.Random(0)
 

@@ -203,6 +203,7 @@ def test_a_simulated_clock_counts_the_fractions():
     assert seconds(local_epochs=0.5) < whole
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_fractions_names_and_lists(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = (

@@ -72,6 +72,7 @@ def parts(client):
     return [*(p for p in client.parameters() if not p.requires_grad), *client.buffers()]
 
 
+@pytest.mark.exhaustive
 def test_chunks_bound_the_logits(tmp_path):
     write_llama(tmp_path, vocab_size=2000)
 

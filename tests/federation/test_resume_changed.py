@@ -281,6 +281,7 @@ def settings(name: str) -> Any:
     return yaml.safe_load((FOLDER / name).read_text())
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_keeps_both_configurations(capsys, told):
     pfl(f"fit {LINE} --trainer.max_rounds 1")
     changed = "--model.wdr_lambda 7 --model.optimizer.lr 0.1 --trainer.max_rounds 2 --ckpt_path last"

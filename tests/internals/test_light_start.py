@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import gc
 import sys
@@ -41,5 +43,6 @@ def test_packages_that_a_run_does_not_use_are_imported_on_demand():
     run(PROGRAM)
 
 
+@pytest.mark.exhaustive
 def test_metrics_of_other_packages_find_all_that_torchmetrics_can_use():
     run(WHOLE)

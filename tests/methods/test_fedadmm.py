@@ -220,6 +220,7 @@ def test_a_step_of_one_is_too_long_where_half_take_part():
     assert float(way.norm()) > 100
 
 
+@pytest.mark.exhaustive
 def test_the_released_rule_ends_where_half_the_penalty_pulls_back_to_the_start():
     slope, way = ending("received")
     assert float(slope.norm()) > 0.05

@@ -319,6 +319,7 @@ def test_clients_of_one_class_run():
     assert ended.rows[-1]["clients_diverged"] == 0
 
 
+@pytest.mark.exhaustive
 def test_the_four_networks_of_the_paper_share_5130_numbers():
     nets = [ResNet18Features, ShuffleNetV2Features, GoogLeNetFeatures, AlexNetFeatures]
     torch.manual_seed(0)

@@ -345,6 +345,7 @@ def test_shared_features_help_clients_who_lack_classes():
 
 
 @pytest.mark.parametrize("pause", [1, 2, 3, 4])
+@pytest.mark.by_default("2")
 def test_a_pause_at_any_border_of_the_parts_changes_no_bit(pause, tmp_path):
     make = partial(image_client, optimizer_lifetime="run")
     settings = {"max_rounds": 5, "clients_per_round": 3}

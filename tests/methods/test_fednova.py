@@ -110,6 +110,7 @@ def test_momentum_at_the_server_is_fedavgm_s():
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_it_settles_nearer_to_the_optimum_of_all_than_fedavg():
     """Of (x - 0)^2 / 2 in one step and (x - 10)^2 / 2 in thirty, by exact gradients."""
     eta, taus, aims = 0.001, (1, 30), (0.0, 10.0)

@@ -96,6 +96,7 @@ def test_a_bit_a_weight_travels_up_and_the_scores_down():
     assert all("running" in name or "batches" in name for name in run.federation.clients[0].personal)
 
 
+@pytest.mark.exhaustive
 def test_it_learns_and_predicts_by_a_mask_or_by_the_mean():
     for predict in ("sample", "mean"):
         run = fit(make_client(FedPM, optimizer=LARGE, predict=predict), max_rounds=5, local_epochs=2)

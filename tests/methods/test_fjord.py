@@ -120,6 +120,7 @@ def test_with_one_width_it_is_fedavg():
 
 @pytest.mark.parametrize("net", [wide, normed])
 @pytest.mark.parametrize("distil", [False, True])
+@pytest.mark.by_default("True-normed", "False-wide")
 def test_vectorised_and_sequential_agree(net, distil):
     spies = [Spy(), Spy()]
     runs = [
@@ -132,6 +133,7 @@ def test_vectorised_and_sequential_agree(net, distil):
 
 
 @pytest.mark.parametrize("net", [wide, normed])
+@pytest.mark.by_default("normed")
 def test_a_resumed_run_ends_with_the_same_bits(net, tmp_path):
     client = partial(make_client, FjORD, net=net, widths=WIDTHS, distil=True)
     whole = fit(client(), max_rounds=4, clients_per_round=3)

@@ -67,6 +67,7 @@ class Base:
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("server", [MOMENTUM, ADAM, RMSPROP], ids=["momentum", "adam", "rmsprop"])
 @pytest.mark.parametrize("method", [MimeLite, Mime])
+@pytest.mark.by_default(but=["samples"])
 def test_rounds_of_three_clients_by_a_second_implementation(method, server, weighting):
     """In float64, in the order of the official code: c, then training, then the statistics."""
     lr, steps, data, control = 0.1, 3, blobs(24, 16, 40, batch_size=100), method is Mime
@@ -154,6 +155,7 @@ def test_with_one_step_on_all_samples_mime_s_clients_agree_whatever_they_hold():
     assert not near(dict(apart[0]), dict(apart[1]), atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_mime_gets_where_the_mean_gradient_is_zero_and_fedavg_does_not():
     """Two clients of different classes and many local steps of a strictly convex problem."""
     slopes = []
@@ -269,6 +271,7 @@ def test_one_client_alone_learns(method):
 
 
 @pytest.mark.parametrize("method", [MimeLite, Mime])
+@pytest.mark.by_default("Mime")
 def test_order_and_a_pause_change_no_bit(method, tmp_path):
     check_order_and_resume(method, tmp_path, max_rounds=5)
 
@@ -283,6 +286,7 @@ def test_a_pause_between_reports_and_training_changes_no_bit(tmp_path):
 
 @pytest.mark.parametrize("server", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize("method", [MimeLite, Mime])
+@pytest.mark.by_default("MimeLite-adam", "Mime-momentum")
 def test_engines_agree(method, server):
     aggregator = ControlledAverage if method is Mime else MimicAverage
     runs = [

@@ -1944,6 +1944,13 @@ def feddbe(log, kappa, mu):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("record", "replay", "near"), REPLAYS)
+@pytest.mark.by_default(
+    but=[
+        *("afl-2019", "apfl-paper", "cfl-late", "dpsgd-star", "fedamp-bounded", "fedcac-alone", "feddbe-batch"),
+        *("feddf-probabilities", "fedfomo-l1", "fedmgda-free", "fednova-momentum", "fednova-proximal", "fedtgp-wide"),
+        *("lg-mix-uniform", "mifa-decay", "mime-adam", "mimelite-adam", "per_fedavg-hf", "scaffold-2"),
+    ]
+)
 def test_a_run_is_what_its_method_s_rule_makes_of_its_batches(record, replay, near):
     log = record()
     came = {k: [t for t, cohort in log.rounds() if k in cohort] for k in log.everybody(0)}

@@ -142,6 +142,7 @@ def test_moments_are_those_of_the_first_round():
     assert float(other["fitted"]) == 1 and not torch.equal(one["maker.body.0.bias"], other["maker.body.0.bias"])
 
 
+@pytest.mark.exhaustive
 def test_it_learns_and_newcomers_have_a_model_without_training():
     optimizer = partial(Adam, lr=0.005)
     run = fit(make_client(MAKE), aggregator=HyperStep(optimizer=optimizer), max_rounds=25, local_epochs=3)
@@ -175,6 +176,7 @@ def test_a_tied_parameter_is_made_once():
     assert run.model.net.features[1].weight is run.model.net.features[2].weight
 
 
+@pytest.mark.exhaustive
 def test_order_and_resume(tmp_path):
     check_order_and_resume(MAKE, tmp_path)
 

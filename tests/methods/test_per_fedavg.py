@@ -200,6 +200,7 @@ def test_frozen_weights_are_not_adapted():
     assert [name for name, gradient in direction.items() if gradient is None] == ["features.0.bias"]
 
 
+@pytest.mark.exhaustive
 def test_the_adaptation_and_second_derivatives_change_the_weights():
     ends = [fit(make_client(method)).weights["net.features.0.weight"] for method in (FedAvg, FO, HF)]
     ends.append(fit(make_client(partial(FO, alpha=0.1))).weights["net.features.0.weight"])

@@ -125,6 +125,7 @@ def test_halves_differ_by_seed_round_and_client_and_not_by_engine(monkeypatch):
     assert {*one} == {*seeds_of_halves(3, monkeypatch, engine="vectorised")}
 
 
+@pytest.mark.exhaustive
 def test_statistics_are_the_same_under_each_engine():
     runs = [fit(make_client(PFedFDA), max_rounds=2, engine=name) for name in ("sequential", "vectorised", "processes")]
     ends = [run.federation.aggregator.download(0) for run in runs]

@@ -178,6 +178,7 @@ def test_a_tied_parameter_is_made_once():
     assert len(run.federation.aggregator._net[0].heads) == len(weights) - 1
 
 
+@pytest.mark.exhaustive
 def test_it_learns_from_what_clients_learned():
     optimizer = partial(SGD, lr=0.1)
     client = make_client(PFedHN, optimizer=optimizer)

@@ -104,6 +104,7 @@ def test_a_checkpoint_s_example_has_shapes_and_types(form, tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["pt2", "ts"])
+@pytest.mark.by_default("ts")
 def test_exports_take_the_same_inputs(ending, tmp_path):
     data = data_of(FORMS["dict"])
     model, path = client_of(Both, data).eval(), tmp_path / f"model.{ending}"

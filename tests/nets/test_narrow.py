@@ -85,6 +85,7 @@ def without_linear(input_shape, num_classes):
     ],
 )
 @pytest.mark.parametrize("turn", [0, 3])
+@pytest.mark.by_default(but=["mobile"])
 def test_a_narrow_net_is_the_whole_one_without_the_other_units(net, shape, width, turn):
     whole, narrow = built(net, width, shape)
     whole.double(), narrow.double()

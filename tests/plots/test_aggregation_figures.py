@@ -85,6 +85,7 @@ def test_clients_that_take_turns_have_points_and_no_lines_through_rounds_of_othe
 
 
 @pytest.mark.parametrize(("rounds", "clients", "share"), [(1, 1, 1.0), (1, 4, 1.0), (1000, 100, 1.0), (1000, 100, 0.1)])
+@pytest.mark.by_default(but=["1000-100-1.0"])
 def test_any_size_is_drawn(rounds, clients, share):
     shown = history(rounds, clients, share)
     for draw in (plot_weights, plot_weight_heatmaps):
@@ -159,6 +160,7 @@ def test_each_number_of_the_server_has_a_panel():
     assert shown["aggregation time"].get_ylabel() == "seconds" and drawn(figure)
 
 
+@pytest.mark.exhaustive
 def test_many_terms_go_on_in_further_rows_and_none_is_no_error():
     rows = [{"round": 1, **{f"server/{i}": float(i) for i in range(10)}}]
     figure = plot_server_terms(rows)

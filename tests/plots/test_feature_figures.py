@@ -137,6 +137,7 @@ def test_equal_values_share_a_rank_and_a_client_without_differences_has_no_corre
 
 
 @pytest.mark.parametrize(("clients", "units"), [(2, 512), (8, 512), (100, 64)])
+@pytest.mark.by_default("2-512")
 def test_any_number_of_units_and_clients_is_drawn(clients, units):
     figure = plot_conductance(torch.randn(clients, units), range(clients))
     assert drawn(figure) and max(figure.get_size_inches()) <= 14

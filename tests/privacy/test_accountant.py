@@ -144,6 +144,7 @@ def test_rounds_one_by_one_are_rounds_at_once():
 
 
 @pytest.mark.parametrize(("z", "q", "steps"), [(1.0, 0.1, 100), (0.4, 0.01, 10), (3.0, 1.0, 25)])
+@pytest.mark.by_default("1.0-0.1-100")
 def test_noise_for_an_epsilon_is_the_noise_that_it_is_of(z, q, steps):
     target = epsilon([Release(z, q, steps)], 1e-5)
     found = noise_for(target, 1e-5, steps, q, tight=False)
@@ -151,6 +152,7 @@ def test_noise_for_an_epsilon_is_the_noise_that_it_is_of(z, q, steps):
     assert epsilon([Release(found, q, steps)], 1e-5) <= target
 
 
+@pytest.mark.exhaustive
 def test_calibration_as_others_have_it():
     assert noise_for(2.0, 1e-5, 1000, 0.01, tight=False) == pytest.approx(1.0223, rel=0.01)
 
@@ -177,6 +179,7 @@ def test_calibration_needs_no_package(monkeypatch):
     assert not within(1.9, 1e-5, [Release(1.0, 0.01, 1000)])
 
 
+@pytest.mark.exhaustive
 def test_privacy_loss_distributions_are_left_out_where_they_are_exact_or_too_large(monkeypatch):
     def refused(*settings):
         raise AssertionError(settings)

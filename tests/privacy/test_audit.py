@@ -136,7 +136,7 @@ def noise_of(scores, coins, steps=1, rate=1.0, confidence=0.95):
 
 @pytest.mark.parametrize("steps, rate", [(1, 1.0), (4, 1.0), (1, 0.9), (5, 0.3), (60, 0.1)])
 @pytest.mark.parametrize("z", [0.3, 1.0, 4.0])
-@pytest.mark.by_default("1.0-1-1.0", "4.0-1-0.9", "4.0-60-0.1")
+@pytest.mark.by_default("1.0-1-1.0")
 def test_bounds_of_gaussian_mechanisms_are_seldom_above_their_epsilon(z, steps, rate):
     rng, runs = np.random.default_rng(0), 200
     true = epsilon([Release(z, rate, steps)], 1e-5)

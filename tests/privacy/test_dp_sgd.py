@@ -557,6 +557,7 @@ def test_epsilon_is_of_each_client_by_its_samples_and_steps(tmp_path):
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedRep])
+@pytest.mark.by_default("FedAvg")
 def test_a_target_gets_the_least_noise_that_keeps_every_client_within_it(method, tmp_path):
     run = fit(make_client(method), blobs(), tmp_path, example_privacy=DPSGD(epsilon=3.0), max_rounds=3)
     sizes = run.federation.sizes(range(4), "train")

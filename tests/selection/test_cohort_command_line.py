@@ -22,6 +22,7 @@ FIT = f"fit {QUICKSTART} {QUIET} --trainer.max_rounds 2 --trainer.clients_per_ro
     ],
     ids=lambda value: value.split()[1] if isinstance(value, str) else "",
 )
+@pytest.mark.by_default("Availability-1", "Oort-")
 def test_one_setting_names_it(words, cohort, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("table.csv").write_text("client,a,b\n" + "".join(f"{client},1,0\n" for client in range(10)))

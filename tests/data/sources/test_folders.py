@@ -130,6 +130,7 @@ def test_a_data_set_of_files_that_do_not_fit_is_refused(tmp_path, name, rows, me
         HFData(str(tmp_path / "none"), "ill", TASK)
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_a_folder_has_late_clients_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "sites", ["Bremen", "Kiel", "Ulm"])

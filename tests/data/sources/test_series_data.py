@@ -371,6 +371,7 @@ def test_a_folder_has_a_series_for_each_file(tmp_path):
     assert data.client_names == ["a", "b", "c"] and hours_of(data, 2, "train") == hours_of(ready(), 2, "train")
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_trains_and_predicts_the_next_hours(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     frame().to_csv("loads.csv", index=False)

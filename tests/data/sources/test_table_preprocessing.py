@@ -593,6 +593,7 @@ data:
 """
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_it_from_a_file_and_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     frame().to_csv("hospitals.csv", index=False)

@@ -159,8 +159,8 @@ def test_without_a_scale_bits_are_those_of_plain_targets():
     assert equal(runs[0].weights, runs[1].weights) and untimed(runs[0].rows) == untimed(runs[1].rows)
 
 
-@pytest.mark.by_default("table")
 @pytest.mark.parametrize("by", ["table", "client"])
+@pytest.mark.exhaustive
 def test_predictions_are_in_dollars_wherever_a_model_goes(by, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     houses(*TOWNS).to_csv("houses.csv", index=False)
