@@ -300,6 +300,33 @@ class Others(Mapping[int, Mapping[str, Tensor]]):
         return dict, (dict(self),)
 
 
+def pooled(payloads: Mapping[int, Message]) -> dict[int, Message]:
+    """Return payloads from a checkpoint, in which the models of all other clients have a common pool again.
+
+    A checkpoint has `Others` as plain dicts, of each of which clients at once would make a stack of its own.
+
+    Args:
+        payloads: each client's payload, by client id.
+    """
+    given = {client: payload.get("models") for client, payload in payloads.items()}
+    # the entry of another method may be of any kind
+    if len(given) < 2 or not all(isinstance(others, dict) and others for others in given.values()):
+        return dict(payloads)
+    models = {client: model for others in given.values() for client, model in cast("dict[int, Any]", others).items()}
+    places = {client: places_of(model) for client, model in models.items()}
+    for client, others in given.items():
+        expected = {m: own for m, own in places.items() if m != client}
+        if {m: places_of(model) for m, model in cast("dict[int, Any]", others).items()} != expected:
+            return dict(payloads)
+    pool = Pool(dict(sorted(models.items())))
+    return {client: {**payload, "models": Others(pool, client)} for client, payload in payloads.items()}
+
+
+def places_of(model: Any) -> list[tuple[int, torch.Size]]:
+    """Return the places in memory, and the shapes, of a model's tensors."""
+    return [(tensor.data_ptr(), tensor.shape) for tensor in tensors(model)]
+
+
 def tensors(record: Any) -> Iterator[Tensor]:
     """Yield every tensor of a record, at any depth, in the record's order.
 

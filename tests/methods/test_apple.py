@@ -27,9 +27,10 @@ from federations import (
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
 from pfl_lightning.client import Phase
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.internals.of_torch import is_wrapped
-from pfl_lightning.messages import Others, Pool, num_bytes, tensors
+from pfl_lightning.messages import Others, Pool, num_bytes, pooled, tensors
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.apple import APPLE, CorePool
 
@@ -115,6 +116,15 @@ def test_all_clients_at_once_share_the_cores_and_give_what_each_gives_alone(mode
         ends[-1] += [torch.tensor(value) for row in run.rows for name, value in sorted(row.items()) if "loss" in name]
     for alone, at_once in zip(*ends, strict=True):
         torch.testing.assert_close(at_once, alone, rtol=tolerance, atol=tolerance)
+
+
+def test_a_checkpoint_s_clients_share_the_cores_again(tmp_path):
+    run = fit(make_client(FAST), root=tmp_path, engine="vectorised")
+    saved = torch.load(run.last, weights_only=True)["federation"]
+    received = [payload["models"] for payload in pooled(payloads_of(saved)).values()]
+    assert len(received) == 4 and len({id(models.pool) for models in received}) == 1
+    for client, models in enumerate(received):
+        assert equal(dict(models), dict(run.federation.aggregator.download(client)["models"]))
 
 
 def test_a_block_of_clients_has_the_cores_once():
