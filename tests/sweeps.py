@@ -1,15 +1,25 @@
 """Tests of all methods, protocols or pairs: ``pytest`` runs some of them, ``pytest -m ''`` all."""
 
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 import pytest
+
+from pfl_lightning.methods.registry import METHODS
+from pfl_lightning.server import Aggregator
 
 SOME = {
     *("Local", "FedAvg", "FedPer", "cwFedAvg", "FedAWA", "FedReMa"),
     *("FedClassAvg", "SCAFFOLD", "FedProto", "Ditto", "APPLE"),
 }
 """The four systems, and methods of the main kinds beside them."""
+
+
+@cache
+def servers() -> dict[str, Aggregator]:
+    """Each method's server by the method's name, to look at; some clients' modules that make them are large."""
+    return {method.name: method.new_aggregator() for method in METHODS}
 
 
 def swept(

@@ -18,7 +18,7 @@ from pfl_lightning.messages import digest
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.methods.registry import METHODS, Method
 from pfl_lightning.nets import MLP
-from sweeps import swept
+from sweeps import servers, swept
 
 BASES = {aggregators.KnowledgeCoefficients, aggregators.ServerSteps}
 """What is exported to be subclassed, and is no method by itself."""
@@ -51,19 +51,18 @@ def pair_of(file: Path) -> tuple[str, str]:
 )
 @pytest.mark.by_default("fedavg")
 def test_every_configured_pair_is_in_the_table(file):
-    assert pair_of(file) in {method.pair for method in METHODS}
+    assert pair_of(file) in {(method.client.__name__, servers()[method.name].name) for method in METHODS}
 
 
 def test_everything_that_is_exported_is_in_the_table():
     used: set[type] = {method.client for method in METHODS}
-    for method in METHODS:
-        aggregator = method.new_aggregator()
+    for aggregator in servers().values():
         used |= {type(each) for each in (aggregator, *getattr(aggregator, "aggregators", ()))}
     exported = {getattr(methods, name) for name in methods.__all__}
-    servers = {getattr(aggregators, name) for name in aggregators.__all__} - {
+    offered = {getattr(aggregators, name) for name in aggregators.__all__} - {
         getattr(server, name) for name in server.__all__
     }
-    assert ({cls for cls in exported if issubclass(cls, FedAvg)} | servers) - BASES <= used
+    assert ({cls for cls in exported if issubclass(cls, FedAvg)} | offered) - BASES <= used
 
 
 def test_every_method_has_a_name_and_a_paper_of_its_year():

@@ -37,9 +37,10 @@ from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import MLP, Net
 from pfl_lightning.selection import Uniform
 from pfl_lightning.tasks import Regression
+from sweeps import servers
 
 CLIENTS: set[Any] = {method.client for method in METHODS}
-AGGREGATORS: set[Any] = {type(method.new_aggregator()) for method in METHODS}
+AGGREGATORS: set[Any] = {type(server) for server in servers().values()}
 
 
 def floats(cls: type) -> set[str]:

@@ -16,11 +16,12 @@ from pfl_lightning.methods.fedmd import Consensus
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.privacy import DPFTRL, DPAverage, SecureSum
 from pfl_lightning.server.means import CoordinateMedian
+from sweeps import servers
 
 SUMS = [
     method.name
     for method in METHODS
-    if method.new_aggregator().sums_only and "weights" in method.client.sends and not method.client.pools
+    if servers()[method.name].sums_only and "weights" in method.client.sends and not method.client.pools
 ]
 
 

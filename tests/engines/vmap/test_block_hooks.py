@@ -24,7 +24,6 @@ from pfl_lightning.methods import (
     FedDistill,
     FedEM,
     FedGH,
-    FedLESAM,
     FedNTD,
     FedPCL,
     FedPer,
@@ -67,7 +66,7 @@ def ends(model, tmp_path, data=None, **settings):
 
 @pytest.mark.parametrize(
     "method",
-    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, FedLESAM, GPFL, PerFCL],
+    [ControlVariates, MOON, WDR, CloudProx, FedProx, FedNTD, FedCAC, GPFL, PerFCL],
     ids=lambda m: m.__name__,
 )
 @pytest.mark.by_default("ControlVariates", "MOON")
