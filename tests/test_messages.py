@@ -8,6 +8,8 @@ import torch
 
 from federations import equal
 from pfl_lightning.messages import (
+    Others,
+    Pool,
     Restored,
     Row,
     RunningMean,
@@ -19,6 +21,7 @@ from pfl_lightning.messages import (
     is_finite,
     keep_own,
     num_bytes,
+    pooled,
     stacked_means,
     tensors,
     tree_map,
@@ -202,6 +205,45 @@ def test_a_row_is_a_dict_where_it_is_sent_or_copied():
     buffer.seek(0)
     for other in (torch.load(buffer, weights_only=False)["weights"], copy.deepcopy(row), detached(row)):
         assert type(other) is dict and digest(other) == digest(row)
+
+
+def pooled_models():
+    return Pool({k: {"w": torch.full((2,), float(k)), "n": torch.tensor(k)} for k in range(3)})
+
+
+def test_the_models_of_others_read_as_a_dict_without_the_client_s_own():
+    others = Others(pool := pooled_models(), 1)
+    assert list(others) == [0, 2] and len(others) == 2 and 1 not in others
+    assert others[2] is pool.models[2] and others == {k: pool.models[k] for k in (0, 2)}
+    assert num_bytes({"models": others}) == num_bytes(dict(others)) == 2 * (2 * 4 + 8)
+    stranger = Others(pool, 5)
+    assert list(stranger) == [0, 1, 2] and len(stranger) == 3 and num_bytes(stranger) == 3 * (2 * 4 + 8)
+
+
+def test_the_models_of_others_are_a_dict_where_they_are_sent_or_copied():
+    others = Others(pooled_models(), 1)
+    for other in (pickle.loads(pickle.dumps(others)), copy.deepcopy(others), detached(others)):
+        assert type(other) is dict and list(other) == [0, 2] and digest(other) == digest(others)
+
+
+def test_a_pool_has_one_stack_for_all_who_ask_for_it():
+    pool, like = pooled_models(), torch.zeros((), dtype=torch.float64)
+    stacked = pool.stack("w", like)
+    assert torch.equal(stacked, torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], dtype=torch.float64))
+    assert pool.stack("w", like) is stacked and pool.stack("w", like.float()).dtype == torch.float32
+
+
+def test_payloads_of_all_others_models_have_a_common_pool_again():
+    pool = pooled_models()
+    plain = {k: {"models": dict(Others(pool, k)), "shares": torch.tensor(k)} for k in range(3)}
+    found = pooled(plain)
+    assert found == plain and {type(payload["models"]) for payload in found.values()} == {Others}
+    assert len({id(payload["models"].pool) for payload in found.values()}) == 1
+    # one of the models is another one
+    plain[1]["models"][2] = {name: tensor.clone() for name, tensor in plain[1]["models"][2].items()}
+    odd = ({"weights": {}}, {"models": [torch.ones(2)]}, {"models": {0: 1.0, 1: 2.0}})
+    for others in (plain, {0: plain[0]}, *({k: payload for k in range(3)} for payload in odd), {}):
+        assert not any(type(payload.get("models")) is Others for payload in pooled(others).values())
 
 
 def test_what_has_been_changed_in_a_row_counts_in_a_mean():

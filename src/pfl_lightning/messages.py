@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from pfl_lightning.transfers import moved, rows_of
+from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 StateDict: TypeAlias = dict[str, Tensor]
 """Tensors of a module, or of a part of it, by name."""
@@ -230,6 +230,103 @@ class RunningMean(Mapping[str, Tensor]):
         return len(self.kinds)
 
 
+class Pool:
+    """The models of all clients, and stacks of them, which many clients of a round can share.
+
+    Args:
+        models: the models by client id, from 0.
+    """
+
+    def __init__(self, models: Mapping[int, Mapping[str, Tensor]]) -> None:
+        self.models = models
+        self._stacks: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each model, by client id."""
+        return {client: num_bytes(model) for client, model in self.models.items()}
+
+    @cached_property
+    def bytes_of_all(self) -> int:
+        """Bytes of all models."""
+        return sum(self.sizes.values())
+
+    def stack(self, name: str, like: Tensor) -> Tensor:
+        """Return one entry of all models ``[M, ...]``: the same tensor at each call.
+
+        Args:
+            name: the entry's name.
+            like: a tensor of the result's type and device.
+        """
+        key = name, like.dtype, like.device
+        if key not in self._stacks:
+            rows = [model[name].to(like.dtype) for model in self.models.values()]
+            self._stacks[key] = side_by_side(rows, like.device).to(like.device)
+        return self._stacks[key]
+
+
+class Others(Mapping[int, Mapping[str, Tensor]]):
+    """The models of all clients but one, by client id, with a way to the pool that all clients have in common.
+
+    Pickled, copied or sent to another machine it is a plain dict, without the client's own model.
+
+    Args:
+        pool: all models.
+        client: the id of the client whose model is left out.
+    """
+
+    def __init__(self, pool: Pool, client: int) -> None:
+        self.pool, self.client = pool, client
+        # asks for the id at once, by which a federation finds that clients have different payloads
+        self._has_own = client in pool.models
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of these models."""
+        return self.pool.bytes_of_all - self.pool.sizes.get(self.client, 0)
+
+    def __getitem__(self, client: int) -> Mapping[str, Tensor]:
+        if client == self.client:
+            raise KeyError(client)
+        return self.pool.models[client]
+
+    def __iter__(self) -> Iterator[int]:
+        return (client for client in self.pool.models if client != self.client)
+
+    def __len__(self) -> int:
+        return len(self.pool.models) - self._has_own
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def pooled(payloads: Mapping[int, Message]) -> dict[int, Message]:
+    """Return payloads from a checkpoint, in which the models of all other clients have a common pool again.
+
+    A checkpoint has `Others` as plain dicts, of each of which clients at once would make a stack of its own.
+
+    Args:
+        payloads: each client's payload, by client id.
+    """
+    given = {client: payload.get("models") for client, payload in payloads.items()}
+    # the entry of another method may be of any kind
+    if len(given) < 2 or not all(isinstance(others, dict) and others for others in given.values()):
+        return dict(payloads)
+    models = {client: model for others in given.values() for client, model in cast("dict[int, Any]", others).items()}
+    places = {client: places_of(model) for client, model in models.items()}
+    for client, others in given.items():
+        expected = {m: own for m, own in places.items() if m != client}
+        if {m: places_of(model) for m, model in cast("dict[int, Any]", others).items()} != expected:
+            return dict(payloads)
+    pool = Pool(dict(sorted(models.items())))
+    return {client: {**payload, "models": Others(pool, client)} for client, payload in payloads.items()}
+
+
+def places_of(model: Any) -> list[tuple[int, torch.Size]]:
+    """Return the places in memory, and the shapes, of a model's tensors."""
+    return [(tensor.data_ptr(), tensor.shape) for tensor in tensors(model)]
+
+
 def tensors(record: Any) -> Iterator[Tensor]:
     """Yield every tensor of a record, at any depth, in the record's order.
 
@@ -264,6 +361,8 @@ def num_bytes(record: Any) -> int:
         return num_bytes(record.travelled)
     if type(record) is RunningMean:
         return record.bytes_of_one
+    if type(record) is Others:
+        return record.bytes
     if isinstance(record, (dict, Mapping)):
         return sum(map(num_bytes, record.values()))
     return sum(map(num_bytes, record)) if isinstance(record, (list, tuple)) else 0

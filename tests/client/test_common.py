@@ -216,7 +216,13 @@ def frozen_late(method):
 
 @pytest.mark.parametrize(
     ("method", "engine"),
-    [(FedPer, "sequential"), (FedPer, "processes"), (FedPer, "vectorised"), (APPLE, "sequential")],
+    [
+        (FedPer, "sequential"),
+        (FedPer, "processes"),
+        (FedPer, "vectorised"),
+        (APPLE, "sequential"),
+        (APPLE, "vectorised"),
+    ],
 )
 def test_what_a_subclass_freezes_is_common_too(method, engine):
     settings = {"max_rounds": 2, "engine": engine}

@@ -27,8 +27,10 @@ from federations import (
 )
 from pfl_lightning import AggregatorList, Server, WeightedAverage
 from pfl_lightning.client import Phase
+from pfl_lightning.client.module import payloads_of
 from pfl_lightning.data import ClientData, Samples
-from pfl_lightning.messages import num_bytes
+from pfl_lightning.internals.of_torch import is_wrapped
+from pfl_lightning.messages import Others, Pool, num_bytes, pooled, tensors
 from pfl_lightning.methods import Local
 from pfl_lightning.methods.apple import APPLE, CorePool
 
@@ -75,6 +77,72 @@ def test_t12_with_its_own_core_alone_and_no_relationships_learnt_it_is_local_bit
     assert equal(nets(apple), nets(local))
     assert losses(apple) == losses(local)
     assert torch.equal(rho(apple, 2), torch.eye(4)[2])
+
+
+def test_clients_of_one_pool_share_its_stack_and_compute_what_they_compute_of_copies():
+    pool, shares = Pool({m: core_of(m) for m in range(3)}), torch.tensor([1.0, 2.0, 3.0]) / 6
+    (one, _), (other, _) = client(own=0), client(own=2)
+    x = points(7, seed=0)[0].double()
+    with torch.no_grad():
+        alone = other(x)
+        for own, model in ((0, one), (2, other)):
+            model.on_download({"models": Others(pool, own), "shares": shares}, None)
+        assert torch.equal(other(x), alone)
+        # of what others received of its own core it takes nothing
+        pool.stack("net.classifier.weight", x)[2] += 1
+        assert torch.equal(other(x), alone)
+    assert all(one.cores[name] is other.cores[name] for name in one.cores)
+
+
+class Watched(APPLE):
+    """Notes the shapes of the cores that steps and evaluations read, and that they have none for each client."""
+
+    def mixture(self):
+        assert not any(map(is_wrapped, self.cores.values()))
+        assert {len(rows) for rows in self.cores.values()} == {5} and is_wrapped(self.rho)
+        return super().mixture()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-12), ("32-true", 1e-5)])
+@pytest.mark.parametrize("mode", ["paper", "pfllib"])
+@pytest.mark.parametrize("settings", [{}, {"clients_per_round": 3, "evaluate": "both"}], ids=["all", "some"])
+@pytest.mark.by_default("all-paper-64-true-1e-12", "some-pfllib-64-true-1e-12")
+def test_all_clients_at_once_share_the_cores_and_give_what_each_gives_alone(mode, settings, precision, tolerance):
+    method = partial(APPLE, rho_lr=0.1, mu=0.5, penalty_share=1.0, mode=mode)
+    sizes, ends = (31, 12, 44, 9, 16), []
+    for engine in ("sequential", "vectorised"):
+        run = fit(make_client(method), blobs(*sizes), engine=engine, precision=precision, max_rounds=4, **settings)
+        ends.append([*tensors([run.federation.federation_state()])])
+        ends[-1] += [torch.tensor(value) for row in run.rows for name, value in sorted(row.items()) if "loss" in name]
+    for alone, at_once in zip(*ends, strict=True):
+        torch.testing.assert_close(at_once, alone, rtol=tolerance, atol=tolerance)
+
+
+def test_a_checkpoint_s_clients_share_the_cores_again(tmp_path):
+    run = fit(make_client(FAST), root=tmp_path, engine="vectorised")
+    saved = torch.load(run.last, weights_only=True)["federation"]
+    received = [payload["models"] for payload in pooled(payloads_of(saved)).values()]
+    assert len(received) == 4 and len({id(models.pool) for models in received}) == 1
+    for client, models in enumerate(received):
+        assert equal(dict(models), dict(run.federation.aggregator.download(client)["models"]))
+
+
+def test_a_block_of_clients_has_the_cores_once():
+    # "both" evaluates clients of one block after training
+    fit(make_client(Watched), blobs(31, 12, 44, 9, 16), engine="vectorised", evaluate="both", max_rounds=2)
+
+
+@pytest.mark.parametrize(("first", "second"), [("sequential", "vectorised"), ("vectorised", "vectorised")])
+@pytest.mark.by_default("vectorised-vectorised")
+def test_a_run_goes_on_under_the_vectorised_engine(tmp_path, first, second):
+    run = partial(fit, max_rounds=4, precision="64-true", clients_per_round=3)
+    whole = run(make_client(FAST), blobs(31, 12, 44, 9, 16), engine=first)
+    begun = run(make_client(FAST), blobs(31, 12, 44, 9, 16), tmp_path, engine=first, callbacks=[Pause(2)])
+    last = str(begun.last)
+    resumed = run(make_client(FAST), blobs(31, 12, 44, 9, 16), tmp_path, engine=second, ckpt_path=last)
+    tolerance = 0 if first == second else 1e-12
+    for a, b in zip(*(tensors([nets(run), rho(run, 0)]) for run in (whole, resumed)), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_learning_relationships_changes_the_weights():

@@ -67,13 +67,13 @@ def after_two_rounds(method, source, engine):
     return [value for row in record.clients for name, value in row.items() if name.startswith("test/")]
 
 
-ONE_BY_ONE = {"APPLE", "FedMD", "KT-pFL"}
+ONE_BY_ONE = {"FedMD", "KT-pFL"}
 """Methods that the vectorised engine refuses, whatever the data."""
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("method", swept(METHODS, ("FedPer", "APPLE")))
-@pytest.mark.by_default("FedPer-Datasets", "APPLE-table")
+@pytest.mark.parametrize("method", swept(METHODS, ("FedPer", "APPLE", "FedMD")))
+@pytest.mark.by_default("FedPer-Datasets", "FedMD-table")
 def test_every_method_takes_every_source_under_every_engine(method, source):
     alone = after_two_rounds(method, source, "sequential")
     assert len(alone) == 2 * len(NAMES) and np.isfinite(alone).all()

@@ -97,6 +97,18 @@ def test_the_alignment_leaves_running_statistics_and_modes_as_they_are(engine):
         torch.testing.assert_close(run.weights[f"net.features.1.{name}"], first.weights[f"net.features.1.{name}"])
 
 
+def test_short_batches_of_the_alignment_are_those_of_each_client_alone():
+    """With this seed most clients have no aim, and the others' filling is of classes without further samples."""
+    ends = []
+    for engine in ("sequential", "vectorised"):
+        client = make_client(FedAS)
+        torch.manual_seed(0)
+        settings = {"engine": engine, "clients_per_round": 3, "max_rounds": 2, "precision": "64-true"}
+        ends.append(fit(client, blobs(31, 12, 44, 9, 5), **settings).weights)
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-9)
+
+
 def test_the_alignment_is_in_evaluation_mode():
     client, (x, y) = make_client(FedAS, net=noisy), points(9, seed=1)
     client.phase = client.local_phases()[0]

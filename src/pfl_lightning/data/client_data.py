@@ -11,7 +11,7 @@ from torch import Tensor
 from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.target_scale import TargetScale, source_scale
-from pfl_lightning.data.trees import Tree
+from pfl_lightning.data.trees import Tree, rows_in
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.tasks import Classification, Task
 from pfl_lightning.tasks.base import number_of_classes
@@ -122,9 +122,22 @@ class ClientData:
     def labelled_chunks(self) -> Iterator[tuple[Tree, Tensor]]:
         """Yield inputs and class numbers of the training samples, some at a time; a number of -1 counts for no class.
 
-        Hooks for many clients at once read samples by this alone, where -1 marks the filling of smaller clients.
+        For many clients at once, -1 marks the filling of smaller clients.
         """
         return cast("Iterator[tuple[Tree, Tensor]]", self.train.chunks())
+
+    def marked_chunks(self, size: int | None = None, ignored: bool = False) -> Iterator[tuple[Tree, Tree, Tensor]]:
+        """Yield inputs and targets of the training samples in their order, and which are the client's ``[n]``.
+
+        Alone, all samples are the client's. For many clients at once, smaller clients are filled up by samples of their
+        own, behind which no further samples are the client's, and those without samples by other clients' samples.
+
+        Args:
+            size: samples per chunk; None takes some.
+            ignored: whether filling has a class number that torch's cross-entropy leaves out of its mean.
+        """
+        for x, y in self.train.chunks() if size is None else self.train.chunks(size):
+            yield x, y, torch.ones(rows_in(y), dtype=torch.bool, device=self._where[0])
 
     def drawn(self, percent: float, name: str) -> tuple[Samples, Tensor]:
         """Return a random share of the training samples, at least one, in random order, and which are the client's.

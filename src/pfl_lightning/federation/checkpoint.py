@@ -17,7 +17,7 @@ from pfl_lightning.data import ClientData, FederatedDataModule, Split
 from pfl_lightning.data.client_names import compared, two_spellings
 from pfl_lightning.data.description import fingerprint
 from pfl_lightning.engines import ClientState, Job
-from pfl_lightning.messages import CPU, Message, Row, tensors, tree_map
+from pfl_lightning.messages import CPU, Message, Others, Row, tensors, tree_map
 from pfl_lightning.seeds import derive_seed
 from pfl_lightning.transfers import moved
 
@@ -65,6 +65,8 @@ def storable(record: Any, name: str, settings: bool = False) -> Any:
     if isinstance(record, np.generic):
         # Scalars such as longdouble return themselves from item(), and would recurse forever.
         return storable(record.item(), name) if kind is not type(record.item()) else refuse(record, name)
+    if kind is Others:
+        return storable(dict(record), name)
     if settings and isinstance(record, os.PathLike):
         return os.fspath(record)
     if kind in DICTS:

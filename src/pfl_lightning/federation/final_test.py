@@ -14,7 +14,7 @@ from pfl_lightning.federation.checkpoint import saved_job, saved_state
 from pfl_lightning.federation.evaluation import split_of
 from pfl_lightning.federation.federation import Federation
 from pfl_lightning.federation.joining import Joined, join
-from pfl_lightning.messages import Message
+from pfl_lightning.messages import Message, pooled
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def metrics_at(federation: Federation, checkpoint: Mapping[str, Any]) -> dict[st
         checkpoint: the loaded checkpoint.
     """
     saved, evaluations = checkpoint["federation"], federation.evaluations
-    payloads = payloads_of(saved)
+    payloads = pooled(payloads_of(saved))
 
     def job_of(client: int, splits: tuple[Split, ...], received: Any = None) -> Job:
         return saved_job(

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from pfl_lightning.client import Batch, ClientModule, ClientSettings, Phase
 from pfl_lightning.client.common import trained_parameters
 from pfl_lightning.data import ClientData
-from pfl_lightning.messages import Message, StateDict
+from pfl_lightning.messages import Message, Others, Pool, StateDict
 from pfl_lightning.server import Aggregator, ModelPool, Server
+from pfl_lightning.server.model_pool import rows_of_others
 from pfl_lightning.settings import Unpack
 
 
@@ -37,9 +38,9 @@ class APPLE(ClientModule):
     :math:`\rho_i` stays with its client. All cores start from the common initial model; the official code draws one for
     each client.
 
-    While a client trains, it holds all cores: M times the memory of a model. The optimizer's momentum and weight decay
-    apply to core and weights, as in the official code. Only parameters are mixed and sent: buffers, such as BatchNorm's
-    running statistics, stay with each client, whatever ``buffers`` says.
+    A machine whose clients train holds all cores once more, whatever the number of its clients. The optimizer's
+    momentum and weight decay apply to core and weights, as in the official code. Only parameters are mixed and sent:
+    buffers, such as BatchNorm's running statistics, stay with each client, whatever ``buffers`` says.
 
     PFLlib has another rule, ``mode=pfllib``: :math:`\eta` is M times the optimizer's learning rate, which makes up for
     :math:`\rho_{ii}` near 1/M; :math:`\rho_i` begins with 1/M each; in its gradient the mean over tensors of the mean
@@ -64,7 +65,10 @@ class APPLE(ClientModule):
     """
 
     needs = frozenset({"models", "shares"})
-    caches = frozenset({"others", "own", "p"})
+    caches = frozenset({"cores"})
+
+    p: Tensor
+    own: Tensor
 
     def __init__(
         self,
@@ -89,9 +93,11 @@ class APPLE(ClientModule):
         self.start = start or ("uniform" if self.pfllib else "samples")
         # empty until the first download brings the number of clients
         self.rho = nn.Parameter(torch.empty(0))
-        # new at each download: p, the client's own place in it, and c_m by name [M, ...] with a zero row for its own
-        # core
-        self.p, self.own, self.others = torch.empty(0), 0, dict[str, Tensor]()
+        # new at each download: p, and 1 in the client's own place [M]
+        self.register_buffer("p", torch.empty(0), persistent=False)
+        self.register_buffer("own", torch.empty(0), persistent=False)
+        # c_m by name [M, ...], which is no buffer, of which each client would have one: all clients have the same
+        self.cores: StateDict = {}
 
     def is_personal(self, name: str) -> bool:
         """Keep everything; the core also travels."""
@@ -118,23 +124,20 @@ class APPLE(ClientModule):
             entries: entries to be loaded.
         """
         if "rho" in entries:
-            self.rho.data, self.others = self.rho.new_empty(entries["rho"].shape), {}
+            self.rho.data, self.cores = self.rho.new_empty(entries["rho"].shape), {}
 
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the other clients' cores; the client's own is in place."""
-        cores, self.p = payload["models"], payload["shares"].to(self.rho)
-        clients = range(len(self.p))
+        models, self.p = payload["models"], payload["shares"].to(self.rho)
+        count = len(self.p)
         # the payload has all cores but the client's own, whose id is the one left over
-        (self.own,) = set(clients) - set(cores)
+        (own,) = set(range(count)) - set(models)
+        self.own = (torch.arange(count, device=self.p.device) == own).to(self.p)
         if not len(self.rho):
-            starts = {"samples": self.p, "uniform": torch.full_like(self.p, 1 / len(self.p))}
-            self.rho.data = starts.get(self.start, torch.eye(len(self.p))[self.own].to(self.p)).clone()
-        # a zero row for the own core, which `mixture` adds with its gradient
-        core = trained_parameters(self, "net")
-        self.others = {name: c.new_zeros(len(self.p), *c.shape) for name, c in core.items()}
-        for m, other in cores.items():
-            for name, rows in self.others.items():
-                rows[m] = other[f"net.{name}"]
+            starts = {"samples": self.p, "uniform": torch.full_like(self.p, 1 / count), "own": self.own}
+            self.rho.data = starts[self.start].clone()
+        core = trained_parameters(self, "net").items()
+        self.cores = {name: rows_of_others(models, f"net.{name}", count, c.detach()) for name, c in core}
 
     def mixture(self) -> StateDict:
         """Return :math:`w_i`, by the net's names."""
@@ -143,7 +146,8 @@ class APPLE(ClientModule):
             mixed = {}
             for name, c in trained_parameters(self, "net").items():
                 rho = self._slowed(c.numel()) if self.pfllib else self.rho
-                mixed[name] = rho[self.own] * c + torch.tensordot(rho, self.others[name], 1)
+                # the client's own core is the trained one, in place of what others have received of it
+                mixed[name] = rho @ self.own * c + torch.tensordot(rho * (1 - self.own), self.cores[name], 1)
             return mixed
 
     def _slowed(self, size: int) -> Tensor:
@@ -153,11 +157,11 @@ class APPLE(ClientModule):
             size: number of the tensor's entries.
         """
         rho = self.rho.detach()
-        return rho + (self.rho - rho) / (size * len(self.others))
+        return rho + (self.rho - rho) / (size * len(self.cores))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return outputs of :math:`w_i`; of the core without other cores, and in evaluation under PFLlib's mode."""
-        alone = not self.others or (self.pfllib and not self.training)
+        alone = not self.cores or (self.pfllib and not self.training)
         logits: Tensor = functional_call(self.net, {} if alone else self.mixture(), (x,))
         return logits
 
@@ -201,6 +205,11 @@ class CorePool(ModelPool):
 
     sends = frozenset({"models", "shares"})
     fixed_sizes = True
+    caches = frozenset({"_pool"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool = Pool({})
 
     def setup(self, server: Server) -> None:
         """Start from the common initial model for every client."""
@@ -210,7 +219,9 @@ class CorePool(ModelPool):
 
     def download(self, client: int) -> Message:
         """Return the cores by client id, and p ``[M]``."""
-        return super().download(client) | {"shares": self.state["shares"].to(self.server.dtype)}
+        if self._pool.models is not self.state["models"]:
+            self._pool = Pool(self.state["models"])
+        return {"models": Others(self._pool, client), "shares": self.state["shares"].to(self.server.dtype)}
 
     def welcome(self, client: int, update: Message | None) -> Message:
         """Return all cores, and p ``[M + 1]`` with the newcomer in the last place."""

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
+from pfl_lightning.client.at_once import anyone, at_once
 from pfl_lightning.client.common import trained_parameters
-from pfl_lightning.data import ClientData, Samples
+from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, StateDict, Updates
-from pfl_lightning.methods.class_vectors import ClassVectors, class_means
+from pfl_lightning.methods.class_vectors import ClassVectors, class_table
 from pfl_lightning.methods.copies import copy_net
 from pfl_lightning.methods.fedper import FedPer
+from pfl_lightning.methods.functional import value_and_gradient
 from pfl_lightning.methods.personal_net import PersonalNet
 from pfl_lightning.nets import Net, feature_size
 from pfl_lightning.nets.modes import kept_modes
@@ -87,14 +89,17 @@ class FedAS(PersonalNet, FedPer):
         self.personal.requires_grad_(False)
         self.aims = ClassVectors(self.num_classes, feature_size(self.net))  # mu_c
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the feature extractor, and before training compute the class means for the alignment."""
         super().on_download(payload, data)
         if not self.training_follows:
             return
+        self.aims.take({})
         # in its first round a client has no last model: no class has an aim, and the alignment adds nothing
-        known = data is not None and bool(self.has_personal) and len(data.train) > 0
-        self.aims.take(class_means(self.personal.features, data, self.num_classes) if known and data else {})
+        if data is not None and anyone(self.has_personal) and anyone(torch.as_tensor(data.size("train")) > 0):
+            means, present = class_table(self.personal.features, data, self.num_classes)
+            self.aims.put(means, present & self.has_personal)
 
     def local_phases(self) -> list[Phase]:
         """Align the feature extractor, then train everything."""
@@ -127,21 +132,23 @@ class FedAS(PersonalNet, FedPer):
             self.net.features.eval()
             h = self.net.features(x)
         squares = (h - self.aims(target, default=h.detach())).square().mean(1)
-        # each class counts the same, however many samples of the batch it has
-        counts = F.one_hot(target, self.num_classes).sum(0)
-        return {"loss": (squares / counts[target]).sum()}
+        # each class counts the same, however many samples of the batch it has; in means over samples alone, in which
+        # the filling of short batches can count for nothing
+        shares = F.one_hot(target, self.num_classes).to(squares).mean(0)
+        return {"loss": (squares / shares[target]).mean()}
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         """Return the feature extractor and the slope of the loss; keep the trained model."""
         if self.steps_done:
             copy_net(self, "personal")
-        return super().upload(data) | {"fisher": self.slope(data.train)}
+        return super().upload(data) | {"fisher": self.slope(data)}
 
-    def slope(self, part: Samples) -> Tensor:
-        """Return :math:`F_k` of some samples.
+    def slope(self, data: ClientData) -> Tensor:
+        """Return :math:`F_k` of a client's training samples.
 
         Args:
-            part: the samples.
+            data: the client's data.
         """
 
         def objective(weights: StateDict, x: Any, y: Any) -> Tensor:
@@ -149,9 +156,12 @@ class FedAS(PersonalNet, FedPer):
 
         weights = {name: parameter.detach() for name, parameter in trained_parameters(self, "net").items()}
         # float64, since thousands of squares of very different size are added
-        total = torch.zeros((), dtype=torch.float64)
-        for x, y in part.chunks(self.fisher_batch_size):
-            total += sum(float(g.double().square().sum()) for g in grad(objective)(weights, x, y).values())
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for x, y, own in data.marked_chunks(self.fisher_batch_size, ignored=True):
+            _, slopes = value_and_gradient(objective, weights, x, y)
+            squares = sum((g.double().square().sum() for g in slopes.values()), torch.zeros_like(total))
+            # clients with fewer samples have fewer batches
+            total = total + torch.where(own[0], squares, 0)
         return total
 
     def configure_aggregator(self) -> Aggregator:

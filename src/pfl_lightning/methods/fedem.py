@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from pfl_lightning.client import Batch, ClientSettings, Phase
+from pfl_lightning.client.at_once import anyone, at_once
 from pfl_lightning.client.common import common_parameters
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, tree_map
@@ -127,6 +128,7 @@ class FedEM(FedAvg):
         learner, _, own = name.partition(".")
         return super().is_shared(f"net.{own}" if learner.startswith("learner_") else name)
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Load the learners, and make one E- and M-step on the client's samples where they are needed."""
         super().on_download(payload, data)
@@ -134,9 +136,13 @@ class FedEM(FedAvg):
             return
         self.posterior.copy_(self.pi)
         # the weights of a client that has trained need no samples, so it predicts without them
-        if (self.training_follows or not self.fitted) and data is not None and len(data.train):
-            q = [self.responsibilities(self.learners(), x, y) for x, y in data.train.chunks()]
-            self.posterior.copy_(torch.cat(q).mean(0))
+        steps = torch.ones_like(self.fitted) if self.training_follows else ~self.fitted
+        if data is not None and anyone(steps) and anyone(torch.as_tensor(data.size("train")) > 0):
+            chunks = [(self.responsibilities(self.learners(), x, y), own) for x, y, own in data.marked_chunks()]
+            q, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            # clients at once may have filling, and no samples at all
+            mean = torch.where(own[:, None], q, 0).sum(0) / own.sum().clamp_min(1)
+            self.posterior.copy_(torch.where(steps & own.any(), mean, self.pi))
         if self.training_follows:
             for frozen, net in zip(self.received(), self.learners(), strict=True):
                 frozen.take_from(net)
@@ -192,6 +198,7 @@ class FedEM(FedAvg):
         """Return no phase, as new clients leave the learners still; a single learner is trained as in `FedAvg`."""
         return super().joining_phases() if self.num_learners == 1 else []
 
+    @at_once
     def upload(self, data: ClientData) -> Message:
         r"""Return the learners, and keep the new :math:`\pi`."""
         if self.num_learners > 1:

@@ -15,7 +15,7 @@ from pfl_lightning.client import Batch, ClientSettings, Phase, in_body
 from pfl_lightning.client.at_once import at_once
 from pfl_lightning.data import ClientData
 from pfl_lightning.messages import Message, Updates
-from pfl_lightning.methods.class_vectors import ClassVectors, class_table
+from pfl_lightning.methods.class_vectors import ClassMessage, ClassVectors, class_table
 from pfl_lightning.methods.local import Local
 from pfl_lightning.nets import feature_size
 from pfl_lightning.server import Aggregator, ClassMeans, Server
@@ -56,7 +56,7 @@ class FedPCL(Local):
     needs = frozenset({"prototypes", "tables"})
 
     requires = frozenset({"classes", "vector features", "body"})
-    tables: Tensor
+    caches = frozenset({"tables"})
     own: Tensor
     has: Tensor
 
@@ -67,22 +67,44 @@ class FedPCL(Local):
         self.tau = tau
         size = feature_size(self.net)
         self.prototypes = ClassVectors(self.num_classes, size)  # G
-        self.register_buffer("tables", torch.zeros(0, self.num_classes, size), persistent=False)  # G_j
+        # G, then all G_j [1 + K, C, d]; empty before there are any. No buffer, of which each client would have one: all
+        # clients have the same
+        self.tables = torch.zeros(0)
         # kept with the client, which predicts by them
         self.register_buffer("own", torch.zeros(self.num_classes, size))  # G_k
         self.register_buffer("has", torch.zeros(self.num_classes, dtype=torch.bool))
 
+    @at_once
     def on_download(self, payload: Message, data: ClientData | None) -> None:
         """Take the mean table, and all clients' tables before training."""
         self.prototypes.take(payload["prototypes"])
         if self.training_follows:
-            tables, mean = payload["tables"].values(), self.prototypes.vectors
-            self.tables = mean.repeat(len(tables), 1, 1)
-            if tables:
-                # all rows at once: a stack for each of the tables takes five times as long
-                places = [j * len(mean) + c for j, table in enumerate(tables) for c in table]
-                rows = torch.stack([row for table in tables for row in table.values()])
-                self.tables.flatten(0, 1)[torch.tensor(places, device=mean.device)] = rows.to(mean)
+            tables = [*payload["tables"].values()]
+            self.tables = self.stacked(payload["prototypes"], tables) if tables else torch.zeros(0)
+
+    def stacked(self, mean: ClassMessage, tables: list[ClassMessage]) -> Tensor:
+        """Return the mean table and those of all clients, with rows of the mean where one of these has none.
+
+        Args:
+            mean: rows of G, by class number.
+            tables: rows of each G_j.
+
+        Returns:
+            ``[1 + K, C, d]``.
+        """
+        like = self.prototypes.vectors
+
+        def put(table: Tensor, places: list[int], rows: list[Tensor]) -> None:
+            if rows:
+                table[torch.tensor(places, device=like.device)] = torch.stack(rows).to(like.device, like.dtype)
+
+        common = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        put(common, [*mean], [*mean.values()])
+        stack = common.repeat(1 + len(tables), 1, 1)
+        # all rows at once: a stack for each of the tables takes five times as long
+        places = [j * len(common) + c for j, table in enumerate(tables, 1) for c in table]
+        put(stack.flatten(0, 1), places, [row for table in tables for row in table.values()])
+        return stack
 
     def local_phases(self) -> list[Phase]:
         """Train the body, and nothing before there are prototypes."""
@@ -93,13 +115,12 @@ class FedPCL(Local):
         """Return the sum of both contrasts."""
         x, target = batch
         z = self.normalized(x)
-        # the mean first: one product for the table of each client and for the mean
-        tables = torch.cat([self.prototypes.vectors[None], self.tables])
-        similar = torch.einsum("nd,kcd->knc", z, tables.to(z)) / self.tau
+        # one product for the table of each client and for the mean
+        similar = torch.einsum("nd,kcd->knc", z, self.tables.to(z)) / self.tau
         # finite, so that a batch without any known class adds 0 and not NaN
         least = torch.finfo(similar.dtype).min
         total = torch.where(self.prototypes.known, similar, least).logsumexp(2)
-        of_target = similar.gather(2, target[None, :, None].expand(len(tables), -1, 1))[..., 0]
+        of_target = similar.gather(2, target[None, :, None].expand(len(self.tables), -1, 1))[..., 0]
         losses = ((total - of_target) * self.prototypes.known[target]).mean(1)
         return {"loss": losses[0] + losses[1:].mean()}
 

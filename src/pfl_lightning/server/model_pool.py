@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pfl_lightning.data import Samples
 from pfl_lightning.internals.of_torch import copy_each
-from pfl_lightning.messages import CPU, Message, Updates, block_width, column
+from pfl_lightning.messages import CPU, Message, Others, Updates, block_width, column
 from pfl_lightning.nets.lightning_net import Deferred
 from pfl_lightning.server.base import Aggregator, Server
 from pfl_lightning.tasks import Task
@@ -43,6 +43,25 @@ class ModelPool(Aggregator):
     def download(self, client: int) -> Message:
         """Return the last uploads of all other clients, by client id."""
         return {"models": {other: model for other, model in self.state["models"].items() if other != client}}
+
+
+def rows_of_others(models: Mapping[int, Mapping[str, Tensor]], name: str, count: int, like: Tensor) -> Tensor:
+    """Return one entry of other clients' models, a row for each client ``[M, ...]``.
+
+    The row of a client without a model has any finite values: clients with a common pool get one and the same tensor.
+
+    Args:
+        models: the models by client id.
+        name: the entry's name.
+        count: number of all clients M.
+        like: a client's tensor, of the rows' shape, type and device.
+    """
+    if isinstance(models, Others) and len(models.pool.models) == count:
+        return models.pool.stack(name, like)
+    rows = like.new_zeros(count, *like.shape)
+    for client, model in models.items():
+        rows[client] = model[name]
+    return rows
 
 
 def inner_products(

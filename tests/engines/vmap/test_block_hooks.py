@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from federations import OneClient, blobs, equal, fit, make_client, points
+from federations import OneClient, Spy, blobs, equal, fit, make_client, points
+from pfl_lightning import WeightedAverage
 from pfl_lightning.client.at_once import at_once, runs_at_once
 from pfl_lightning.data import ClientData, Samples
 from pfl_lightning.engines.base import ReadsClient
@@ -18,11 +19,14 @@ from pfl_lightning.methods import (
     GPFL,
     MOON,
     FedALA,
+    FedAS,
     FedCAC,
     FedDistill,
+    FedEM,
     FedGH,
     FedNTD,
     FedPCL,
+    FedPer,
     FedProto,
     FedProx,
     NormalizedHead,
@@ -95,6 +99,135 @@ def test_a_client_is_filled_up_by_samples_of_its_own():
     ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
     assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
     assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
+
+
+def test_marked_samples_are_a_client_s_own_in_their_order_and_the_filling_finite():
+    x, y = points(40, seed=1)
+    sizes = (40, 8, 0)
+    sources = [
+        OneClient(Samples(torch.full_like(x, torch.inf), y)),
+        *(OneClient(Samples(x[:n], y[:n])) for n in sizes[1:]),
+    ]
+    members = [SimpleNamespace(data=ClientData(source, 0)) for source in sources]
+    data = BlockData(members, lambda tensor: tensor)
+    parts = list(data.marked_chunks(15, ignored=True))
+    assert [own.sum(1).tolist() for *_, own in parts] == [[15, 8, 0], [15, 0, 0], [10, 0, 0]]
+    assert all(inputs.isfinite()[1].all() and torch.equal(own, classes >= 0) for inputs, classes, own in parts)
+    for k, member in enumerate(members):
+        alone = list(member.data.marked_chunks(15))
+        assert all(own.all() for *_, own in alone)
+        for (inputs, classes, _), (its, given, own) in zip(alone, parts, strict=False):
+            assert torch.equal(inputs, its[k][own[k]]) and torch.equal(classes, given[k][own[k]])
+    # targets of any kind where they needn't be told from filling
+    ((_, targets, own),) = data.marked_chunks()
+    assert torch.equal(targets[1][own[1]], y[:8]) and (targets >= 0).all()
+    sources[0].task = Regression()
+    with pytest.raises(ReadsClient):
+        next(data.marked_chunks(ignored=True))
+
+
+UNEQUAL = {
+    "em": (partial(FedEM, num_learners=2), {}),
+    "batches": (partial(FedAS, align_batch_size=5, fisher_batch_size=7), {"local_steps": 2, "local_epochs": None}),
+    "steps": (partial(FedAS, align_epochs=0), {}),
+}
+
+
+@pytest.mark.parametrize("filled", [8192, 7])
+@pytest.mark.parametrize("case", UNEQUAL)
+@pytest.mark.by_default("em-7", "batches-7")
+def test_passes_over_samples_of_unequal_clients_are_those_of_each_alone(case, filled, tmp_path, runs, monkeypatch):
+    """Clients of several ages, as the first round of each differs."""
+    monkeypatch.setattr(block_hooks, "FILLED", filled)
+    method, settings = UNEQUAL[case]
+    data = blobs(31, 12, 44, 9, 5, by_class=True)
+    one, other = ends(partial(make_client, method), tmp_path, data, clients_per_round=0.6, max_rounds=5, **settings)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    # the number of steps, which a hook asks for, makes groups
+    assert ("on_download", True) in runs and ("upload", True) in runs
+    assert sum(not well for _, well in runs) == (case != "em")
+
+
+class Scales(FedPer):
+    """Keeps a tensor of what it receives, by which it sends its classifier's bias."""
+
+    sends = FedPer.sends | {"scaled"}
+    caches = frozenset({"scale"})
+
+    @at_once
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+        self.scale = self.of_received(payload)
+
+    def of_received(self, payload):
+        return payload["weights"]["net.features.0.bias"].norm()
+
+    @at_once
+    def upload(self, data):
+        return super().upload(data) | {"scaled": self.scale * self.net.classifier.bias}
+
+
+class OwnScale(Scales):
+    """The same, of the client's own classifier."""
+
+    def of_received(self, payload):
+        return self.net.classifier.bias.norm() + payload["weights"]["net.features.0.bias"][0]
+
+
+@pytest.mark.parametrize(("method", "common"), [(Scales, True), (OwnScale, False)])
+def test_a_cache_may_be_of_what_all_clients_have_in_common(method, common, tmp_path, runs):
+    spies = [Spy(), Spy()]
+    for spy, engine in zip(spies, ("sequential", "vectorised"), strict=True):
+        client = make_client(method)
+        fit(client, engine=engine, max_rounds=3, precision="64-true", callbacks=[spy], aggregator=Takes())
+    for one, other in zip(*(tensors(spy.updates) for spy in spies), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+    assert (("on_download", common) in runs) and (("upload", True) in runs) == common
+    assert ("on_download", not common) not in runs
+
+
+class Takes(WeightedAverage):
+    """Takes notice of nothing more than `WeightedAverage`."""
+
+    needs = WeightedAverage.needs | {"scaled"}
+
+
+class Alternates(FedPer):
+    """Trains its classifier alone in every second of its rounds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("rounds", torch.tensor(0))
+
+    def is_shared(self, name):
+        return super().is_shared(name) and name != "rounds"
+
+    def local_phases(self):
+        return self.joining_phases() if self.rounds % 2 else super().local_phases()
+
+    @at_once
+    def upload(self, data):
+        self.rounds.add_(1)
+        return super().upload(data)
+
+
+class Downloads(Alternates):
+    """The same, with a download for all clients at once."""
+
+    @at_once
+    def on_download(self, payload, data):
+        super().on_download(payload, data)
+
+
+@pytest.mark.parametrize("method", [Alternates, Downloads])
+def test_phases_are_by_the_clients_own_entries(method, tmp_path, runs):
+    one, other = ends(partial(make_client, method), tmp_path)
+    assert len(one) == len(other) > 0
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert runs.count(("local_phases", False)) == 1 and ("upload", True) in runs
 
 
 @pytest.mark.parametrize("settings", [{}, {"layers": 2, "threshold": 1e-3}], ids=["settles", "layers"])

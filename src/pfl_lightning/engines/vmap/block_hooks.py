@@ -12,16 +12,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pfl_lightning.client.at_once import runs_at_once
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import ClientData, Samples, whole_of
 from pfl_lightning.data.client_data import IGNORED, counts_of, drawn_numbers
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.trees import Tree
-from pfl_lightning.engines.base import AnyClient, ClientState, Job
+from pfl_lightning.engines.base import AnyClient, ClientState, Job, ReadsClient
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member, batches_at
 from pfl_lightning.engines.vmap.checks import SharedAttributes
 from pfl_lightning.internals.of_torch import (
     enter_vmap,
+    is_wrapped,
     leave_vmap,
     load_decompositions,
     outside_vmap,
@@ -175,17 +177,39 @@ class BlockData(AnyClient):
         Raises:
             ReadsClient: if samples are read one batch after another.
         """
+        for x, y, own in self._chunks():
+            yield tree_map(self._row, x), self._row(torch.where(own, y, -1))
+
+    def marked_chunks(self, size: int | None = None, ignored: bool = False) -> Iterator[tuple[Tree, Tree, Tensor]]:
+        """Yield inputs and targets of all clients' training samples, some at a time, and which are each client's.
+
+        Args:
+            size: as for `ClientData.marked_chunks`.
+            ignored: likewise.
+
+        Raises:
+            ReadsClient: if samples are read one batch after another, or have no class to mark the filling by.
+        """
+        # a task of another type may count the marked samples
+        if ignored and type(self._members[0].data.task) is not Classification:
+            self._refuse()
+        for x, y, own in self._chunks(size):
+            marked = torch.where(own, y, IGNORED) if ignored else y
+            yield tree_map(self._row, x), tree_map(self._row, marked), self._row(own)
+
+    def _chunks(self, size: int | None = None) -> Iterator[tuple[Tree, Any, Tensor]]:
+        """Yield samples of all clients ``[clients, n, ...]``, and which of them are a client's ``[clients, n]``."""
         clients = [member.data for member in self._members]
         sizes = torch.tensor([data.size("train") for data in clients])
         if isinstance(clients[0].train, Streamed):
             self._refuse()
         whole = whole_of(clients, "train")
-        begins, device = sizes.cumsum(0) - sizes, whole.y.device
-        for numbers in torch.split(torch.arange(int(sizes.max())), max(1, FILLED // len(clients))):
+        begins, device = sizes.cumsum(0) - sizes, next(tensors(whole.y)).device
+        for numbers in torch.split(torch.arange(int(sizes.max())), size or max(1, FILLED // len(clients))):
             own = numbers < sizes[:, None]
             # filled up by the client's first sample, of which its net makes numbers as finite as of others
-            x, y = batches_at((whole.x, whole.y), (begins[:, None] + torch.where(own, numbers, 0)).to(device))
-            yield tree_map(self._row, x), self._row(torch.where(own.to(device), y, -1))
+            rows = (begins[:, None] + torch.where(own, numbers, 0)).clamp_max(int(sizes.sum()) - 1)
+            yield *batches_at((whole.x, whole.y), rows.to(device)), own.to(device)
 
     def drawn(self, percent: float, name: str) -> tuple[Samples, Tensor]:
         """Return a random share of each client's training samples, filled up, and which are its own.
@@ -248,8 +272,8 @@ class BlockHooks:
         return (
             hook not in self.refused
             and runs_at_once(module, hook)
-            # attributes that a hook writes under vmap would hold the rows of all clients
-            and not module.caches
+            # each client would have its own, and a hook the last one's
+            and not self.attributes.differing
             and not isinstance(module.net, LightningNet)
             and not any(overrides(module, other) for other in ("receive", "assign", "state_dict", "shared_state"))
         )
@@ -300,6 +324,22 @@ class BlockHooks:
             return None
         self._tell([done])
         return stacks
+
+    def phases(self, members: list[Member], stacks: StateDict) -> list[Phase] | None:
+        """Return the local phases of all clients; None if these look at a client, or at values of its entries.
+
+        Args:
+            members: the clients.
+            stacks: parameters and buffers after the download, a row per client.
+        """
+        phases: list[Phase] = []
+
+        def ask(_: RowOf, data: BlockData) -> None:
+            phases.extend(self.module.local_phases())
+
+        if "local_phases" in self.refused or self._run("local_phases", ask, stacks, members) is None:
+            return None
+        return phases
 
     @torch.no_grad()
     def upload(self, block: Block) -> list[Message] | None:
@@ -386,7 +426,7 @@ class BlockHooks:
         """
         table, count = vars(self.module), len(members)
         turn = {name: table[name] for name in ("client_id", "steps_done")}
-        steps = {member.steps for member in members}
+        steps, caches = {member.steps for member in members}, self.attributes.caches
         table.update(client_id=AnyClient(), round=members[0].job.round, steps_done=min(steps))
         if len(steps) > 1:
             # a hook reading the number fails, and runs again for clients with equal numbers
@@ -409,6 +449,9 @@ class BlockHooks:
         try:
             given = {name: row(entry.detach()) for name, entry in entries.items()}
             found = self.attributes.slots.call(function, given, row, BlockData(members, row))
+            # what a hook computes of all clients' common payload is the same for all; else it would hold all rows
+            if any(map(is_wrapped, tensors(self.attributes.caches))):
+                raise ReadsClient("a cache is of one client")
             return Done(
                 {key: tree_map(stacked, value) for key, value in (found or {}).items()},
                 [(stacked(flag), text, tuple(map(stacked, numbers))) for flag, text, numbers in doubts],
@@ -419,6 +462,8 @@ class BlockHooks:
         # Of any type: the hook then runs client by client, which shows the author's own errors.
         except Exception:
             self.refused.add(hook)
+            self.attributes.take(self.attributes.caches.keys() - caches.keys())
+            self.attributes.put(caches)
             return None
         finally:
             leave_vmap()

@@ -22,7 +22,7 @@ from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockHooks, is
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
-from pfl_lightning.messages import CPU, Message, Row, Stack, StateDict, is_finite, tensors, tree_map
+from pfl_lightning.messages import CPU, Message, Others, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved, rows_of, side_by_side
 
 
@@ -74,10 +74,10 @@ class BlockIO:
         put_together([member.data for member in members])
         if (stacks := self._given(members)) is not None:
             # Evaluations have no local phases.
-            return members, stacks, self._phases(members) if training else []
+            return members, stacks, self._phases(members, stacks) if training else []
         there = self._sent_together(members)
         if (stacks := self.hooks.receive(members, there, training)) is not None:
-            return members, stacks, self._phases(members) if training else []
+            return members, stacks, self._phases(members, stacks) if training else []
         if self._shares[training] and CLASS_WEIGHTS not in self.attributes.slots.current():
             try:
                 keys = [identities(job.state, job.payload) for job in jobs]
@@ -119,15 +119,30 @@ class BlockIO:
             stacks[name] = repeated(stack, len(members)) if name in alike else stack
         return stacks
 
-    def _phases(self, members: list[Member]) -> list[Phase]:
-        """Return the phases that all clients have in common."""
-        signature, current = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots.current()
-        # The default phases are the same for all clients.
-        for member in members if overrides(self.module, "local_phases") else members[:1]:
+    def _phases(self, members: list[Member], stacks: StateDict) -> list[Phase]:
+        """Return the phases that all clients have in common.
+
+        Args:
+            members: the clients.
+            stacks: parameters and buffers after the download, a row per client.
+
+        Raises:
+            Unvectorisable: if clients differ in their phases.
+        """
+        signature, slots = BlockSignature(self.attributes, self.attributes.is_close), self.attributes.slots
+        self.sequential.set_turn(members[0].job)
+        # The default phases are the same for all clients, and so are others that look at no client.
+        own = overrides(self.module, "local_phases")
+        phases = self.hooks.phases(members, stacks) if own else self.module.local_phases()
+        if phases is not None:
+            signature.admit(phases, slots.current())
+            return phases
+        for row, member in enumerate(members):
             self.sequential.set_turn(member.job)
-            phases = self.module.local_phases()
-            signature.admit(phases, current)
-        return phases
+            with slots.holding({name: stack[row] for name, stack in stacks.items()}):
+                phases = self.module.local_phases()
+                signature.admit(phases, slots.current())
+        return cast("list[Phase]", phases)
 
     def _loaded(
         self, members: list[Member], jobs: list[Job], keys: Sequence[object], training: bool
@@ -185,14 +200,24 @@ class BlockIO:
         if device.type == "cpu":
             return jobs
         # By identity, because clients share many tensors, such as the global weights.
-        sent = {id(tensor): tensor for job in jobs for tensor in tensors([job.state.personal, job.payload])}
+        sent = {
+            id(tensor): tensor
+            for job in jobs
+            for entry in (job.state.personal, *job.payload.values())
+            if type(entry) is not Others
+            for tensor in tensors(entry)
+        }
         there = dict(zip(sent, moved([*sent.values()], device), strict=True))
 
         def arrived(record: Any) -> Any:
-            return tree_map(lambda tensor: there[id(tensor)], record)
+            # a pool's models go to the device as one stack, where a hook asks for them
+            return record if type(record) is Others else tree_map(lambda tensor: there[id(tensor)], record)
 
         return [
-            job._replace(state=replace(job.state, personal=arrived(job.state.personal)), payload=arrived(job.payload))
+            job._replace(
+                state=replace(job.state, personal=arrived(job.state.personal)),
+                payload={name: arrived(entry) for name, entry in job.payload.items()},
+            )
             for job in jobs
         ]
 
