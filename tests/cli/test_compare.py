@@ -128,6 +128,7 @@ def mu_of(call) -> str:
     return call["words"][call["words"].index("--model.mu") + 1]
 
 
+@pytest.mark.exhaustive
 def test_each_method_gets_the_value_that_is_best_on_validation(stand_in, capsys):
     stand_in(FedProx={"by_mu": {"0": 0.3, "0.1": 0.7, "1": 0.5}}, Ditto={"by_mu": {"0": 0.2, "0.1": 0.1, "1": 0.4}})
     line = "--methods FedProx Ditto --data Digits --seeds 0 1 --trainer.max_rounds 9 --tune model.mu=0,0.1,1"

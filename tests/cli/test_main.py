@@ -187,6 +187,7 @@ def test_a_run_keeps_a_config_that_runs_again(trained):
     assert first["final"] == second["final"]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_its_new_config_and_its_whole_record(trained):
     assert "is not empty" not in warned(f"fit {SMALL} --trainer.max_rounds 3 --ckpt_path last")
     assert [path.name for path in Path("runs/cwFedAvg-Digits").iterdir()] == ["version_0"]

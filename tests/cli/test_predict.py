@@ -116,6 +116,7 @@ def test_several_clients_all_and_a_new_one_predict_for_all_rows(words, clients, 
     assert [row["client"] for row in written()] == [client for client in clients for _ in range(90)]
 
 
+@pytest.mark.exhaustive
 def test_without_data_clients_predict_for_their_test_rows(here):
     predict(f"--ckpt_path {RUN}/checkpoints/last.ckpt")
     rows = written()

@@ -139,6 +139,7 @@ def predictions(line):
     return read_csv(Path("predicted.csv"))
 
 
+@pytest.mark.exhaustive
 def test_a_net_of_two_inputs_by_name(capsys):
     line = "--model FedPer --model.net masks_and_marks.TwoInputs --data masks_and_marks.ImagesWithRows"
     pfl(f"fit {line} --model.optimizer torch.optim.SGD --model.optimizer.lr 0.1 --trainer.max_rounds 10 {QUIET}")

@@ -343,6 +343,7 @@ class FrozenSmall(NETS[0]):
         self.features.bias.requires_grad_(False)
 
 
+@pytest.mark.exhaustive
 def test_each_network_of_a_list_has_its_own(tmp_path):
     nets = [FrozenSmall, FrozenWide]
     make = partial(make_client, partial(FedClassAvg, contrastive=False, share="classifier"), net=nets)

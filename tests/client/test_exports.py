@@ -47,7 +47,7 @@ def client_of(method: Any, root: Path) -> Any:
 
 
 @pytest.mark.parametrize("method", swept(METHODS, BRANCHES))
-@pytest.mark.by_default("Ditto", "FedSR", "kNN-Per")
+@pytest.mark.by_default("Ditto", "kNN-Per")
 def test_a_client_of_each_method_leaves_as_torch_reads_it(method, tmp_path):
     model = client_of(method, tmp_path)
     for kind in ("ts", "pt2"):

@@ -59,6 +59,7 @@ def right(predicted, data) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("method", swept(METHODS))
+@pytest.mark.by_default("FedAvg", "Ditto", "FedProto", "APPLE")
 def test_predictions_of_clients_that_joined_give_their_test_figures(method, tmp_path):
     make = partial(make_client, method.client, net=noisy, **SETTINGS.get(method.name, {}))
     run = fit(make(), crowd(), root=tmp_path, aggregator=method.new_aggregator(), max_rounds=2)

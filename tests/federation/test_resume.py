@@ -75,6 +75,7 @@ def test_a_run_in_two_halves_equals_a_whole_one_bit_for_bit(method, tmp_path):
     ],
     ids=lambda settings: "-".join(settings),
 )
+@pytest.mark.by_default("evaluate-test_every_round", "local_steps-gradient_clip_val", "precision0")
 def test_it_does_so_under_other_settings_of_the_trainer(trainer, tmp_path):
     whole = run(tmp_path / "whole", 6, **trainer)
     run(tmp_path / "halves", 3, **trainer)

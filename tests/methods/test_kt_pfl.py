@@ -415,6 +415,7 @@ def test_a_round_takes_the_bytes_that_the_paper_tells():
     assert run.rows[1]["bytes/up"] == 2 * 3000 * 10 * 4
 
 
+@pytest.mark.exhaustive
 def test_clients_transform_what_comes_as_stored_and_take_the_rest_as_it_comes():
     for public in (ManyImages(), Brighter()):
         run = image_run(public)

@@ -309,7 +309,7 @@ def test_rounds_are_epochs_for_the_module():
 
 
 @pytest.mark.parametrize("method", [FedALA, FedFomo, QFedAvg, PFedMe, PerFedAvg, partial(ControlVariates, option="I")])
-@pytest.mark.by_default("FedALA", "PFedMe")
+@pytest.mark.by_default("PFedMe")
 def test_methods_that_compute_losses_at_other_weights_take_the_module_s(method):
     # of the data's own task such a loss would be refused by `OwnLoss`
     one = train("linear", method)

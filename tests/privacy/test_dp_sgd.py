@@ -582,6 +582,7 @@ def test_a_target_gets_the_least_noise_that_keeps_every_client_within_it(method,
     assert equal(run.federation.aggregator.state, again.federation.aggregator.state)
 
 
+@pytest.mark.exhaustive
 def test_a_target_is_of_all_rounds_also_after_resuming(tmp_path):
     settings = {"example_privacy": DPSGD(epsilon=3.0), "max_rounds": 4}
     whole = fit(make_client(), root=tmp_path / "whole", **settings)

@@ -679,6 +679,7 @@ def test_missing_columns_are_filled_only_with_values_for_gaps():
     assert named.preprocessing["inputs"] == ["age", "bmi"] and not named.part(0, "train").x[:, 1].any()
 
 
+@pytest.mark.exhaustive
 def test_predict_and_join_take_rows_with_other_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     numbers("Bremen", "Ulm").to_csv("hospitals.csv", index=False)
