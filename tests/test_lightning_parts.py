@@ -188,6 +188,7 @@ def test_a_checkpoint_of_the_command_line_rebuilds_its_client_module(command_lin
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.exhaustive
 def test_it_predicts_under_a_plain_trainer_as_well_as_it_was_tested(command_line_run, tmp_path):
     data = Digits(num_clients=5, max_samples=300, partitioner=IID())
     data.setup()

@@ -86,6 +86,7 @@ def test_a_new_app_hands_messages_on_and_its_process_imports_nothing_heavy(app):
     assert done.stdout.strip() == "set()", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_worker_is_made_once_a_run_and_gets_each_message_s_secrets(app, context):
     made = stay.Resident({"folder": str(app), "node": 7, "node_config": dict(context.node_config)})
     workers = []

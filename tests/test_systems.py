@@ -163,6 +163,7 @@ FOREIGN = ("Image.open", "os.open")
 """Calls of this name that open no text."""
 
 
+@pytest.mark.exhaustive
 def test_texts_are_utf8_on_each_system():
     assert texts_without_encoding("path.read_text()\nopen(path)\npath.open('w')\npath.open('rb')\nos.open(path)") == [
         "path.read_text()",

@@ -106,6 +106,7 @@ def shown(monkeypatch):
     return panels
 
 
+@pytest.mark.exhaustive
 def test_heatmaps_show_each_clients_last_round(shown, tmp_path):
     rows, callback = Rows(), ClassPictures()
     settings = {"root": tmp_path, "clients_per_round": 1, "max_rounds": 2, "callbacks": [rows, callback]}
@@ -189,6 +190,7 @@ def test_a_picture_that_fails_is_a_warning(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.exhaustive
 def test_a_client_that_is_not_there_is_not_traced(tmp_path):
     with pytest.warns(UserWarning, match="trace_client=9 is not a client"):
         run = fit(wdr(), root=tmp_path, callbacks=[ClassPictures(trace_client=9)])

@@ -249,6 +249,7 @@ def test_a_setting_that_is_there_twice_is_found_in_every_file(line, capsys, tmp_
     )
 
 
+@pytest.mark.exhaustive
 def test_aliases_and_merged_keys_stay_what_they_are(capsys, tmp_path):
     (tmp_path / "good.yaml").write_text("a: &a {max_rounds: 3, local_steps: 5}\ntrainer: {<<: *a, max_rounds: 4}\n")
     assert refusal("fit --config quickstart --config good.yaml", capsys).startswith("a.max_rounds is not an option")

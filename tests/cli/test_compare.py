@@ -166,6 +166,7 @@ def test_a_trial_on_several_folds_counts_by_its_mean(stand_in, capsys):
     assert "on each of 3 folds: mu 0, 1." in (OUT / "comparison.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_method_without_a_value_is_left_out(stand_in, capsys):
     stand_in(FedProx={"by_mu": {"0": None, "1": None}}, Ditto={"by_mu": {"0": 0.2, "1": 0.4}})
     assert compare("--methods FedProx Ditto --data Digits --tune model.mu=0,1") == 0
@@ -642,6 +643,7 @@ def test_what_a_target_costs(stand_in):
     ]
 
 
+@pytest.mark.exhaustive
 def test_columns_of_several_rounds_want_as_many(stand_in):
     Path("mine.yaml").write_text(
         json.dumps({"methods": ["Local"], "columns": ["last", "mean of last five", "ten best"]})

@@ -188,6 +188,7 @@ def test_over_seeds_alone_most_equal_methods_on_one_small_test_set_are_marked():
     assert np.mean([p < 0.05 for *_, p in over_seeds]) > 0.4
 
 
+@pytest.mark.exhaustive
 def test_a_difference_of_two_points_is_found_at_four_thousand_rows():
     rng = np.random.default_rng(9)
     simulated = [accuracies(LARGE, 10, rng, gain=0.085) for _ in range(100)]

@@ -129,7 +129,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pair", RUNS)
-@pytest.mark.by_default("kt_pfl-digits_dir0.1")
+@pytest.mark.exhaustive
 def test_a_pair_runs(pair, tiny, monkeypatch):
     method, data = pair
     if data.stem == "roles_adapters":

@@ -236,6 +236,7 @@ def test_loggers_get_the_whole_config():
     assert given["data"]["init_args"]["partitioner"]["init_args"]["alpha"] == 0.3
 
 
+@pytest.mark.exhaustive
 def test_a_method_in_a_file_of_the_working_folder_can_be_named(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("from pfl_lightning.methods import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
     # as in an installed program, for which Python looks into the program's folder and not into the working one

@@ -51,6 +51,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["matrix", "predict"])
+@pytest.mark.by_default("predict")
 def test_a_run_from_python_is_told_what_to_call_there(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pfl(f"{FIT} --trainer.max_rounds 1")

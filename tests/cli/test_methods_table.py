@@ -54,6 +54,7 @@ def test_every_configured_pair_is_in_the_table(file):
     assert pair_of(file) in {(method.client.__name__, servers()[method.name].name) for method in METHODS}
 
 
+@pytest.mark.exhaustive
 def test_everything_that_is_exported_is_in_the_table():
     used: set[type] = {method.client for method in METHODS}
     for aggregator in servers().values():

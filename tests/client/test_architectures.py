@@ -221,6 +221,7 @@ def test_an_empty_list_is_refused():
         make_client(net=[])
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_a_list():
     Path("nets.yaml").write_text(NETS_FILE)
     pfl(f"fit --config nets.yaml --data Digits --trainer.max_rounds 1 {QUIET}")

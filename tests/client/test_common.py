@@ -238,6 +238,7 @@ def trained_twice(input_shape, num_classes):
     return half_frozen(input_shape, num_classes).requires_grad_(True)
 
 
+@pytest.mark.exhaustive
 def test_what_is_frozen_before_fit_is_common_and_its_run_goes_on(tmp_path):
     def made(seed=3):
         model = make_client(FedPer, seed=seed, net=trained_twice)
@@ -438,6 +439,7 @@ def test_a_method_that_would_share_nothing_says_so(method, net):
         assert [row["val/acc"] for row in done.rows] == [row["val/acc"] for row in alone.rows]
 
 
+@pytest.mark.exhaustive
 def test_methods_that_have_both_say_nothing(recwarn):
     for method in (FedAvg, FedPer, LGFedAvg, FedRoD, Ditto, Local):
         fit(make_client(method), max_rounds=1)

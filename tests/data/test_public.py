@@ -162,6 +162,7 @@ trainer: {max_rounds: 1}
 """
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_reads_and_prints_it(capsys):
     Path("public.yaml").write_text(FILE)
     with pytest.raises(SystemExit):

@@ -74,7 +74,7 @@ class Ends(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", [FedAvg, Ditto])
-@pytest.mark.by_default("Ditto")
+@pytest.mark.exhaustive
 def test_residuals_stay_with_their_rank_and_a_resumed_run_is_the_same(method, tmp_path):
     make = partial(make_client, method)
     settings = {"compression": TopK(0.2), "max_rounds": 5}

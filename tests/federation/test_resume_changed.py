@@ -303,6 +303,7 @@ def test_the_command_line_keeps_both_configurations(capsys, told):
     assert [path.name for path in FOLDER.glob("config_*")] == ["config_until_round_1.yaml"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_the_command_line_goes_on_from_python():
     from pfl_lightning import FederatedTrainer
     from pfl_lightning.data import Digits

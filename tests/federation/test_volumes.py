@@ -60,6 +60,7 @@ def test_the_net_learns_structures():
     assert record.rows[-1]["val/dice"] > record.rows[0]["val/dice"] + 0.2
 
 
+@pytest.mark.exhaustive
 def test_masks_of_volumes_are_predicted_and_exported(tmp_path):
     kind = volumes()
     trainer, _, client = fit(kind, FedBN)

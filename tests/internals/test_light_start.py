@@ -39,6 +39,7 @@ def run(program: str) -> None:
     assert done.stdout.endswith("done\n"), done.stderr
 
 
+@pytest.mark.exhaustive
 def test_packages_that_a_run_does_not_use_are_imported_on_demand():
     run(PROGRAM)
 

@@ -295,6 +295,7 @@ def test_an_evaluation_of_several_batches_is_one_of_all_rows():
     assert found["hits"] == pytest.approx(float((outputs.argmax(1) == samples.y).float().mean()))
 
 
+@pytest.mark.exhaustive
 def test_rounds_are_epochs_for_the_module():
     class Warm(Linear):
         def training_step(self, batch):

@@ -68,6 +68,7 @@ def test_unknown_rows_are_left_out_of_the_scale_and_the_picture():
     assert np.isfinite(shown.get_clim()).all() and drawn(figure)
 
 
+@pytest.mark.exhaustive
 def test_many_panels_go_on_in_a_second_row():
     figure = plot_class_heatmaps({str(i): matrix(3, 3) for i in range(6)})
     assert len(images(figure)) == 6 and len(figure.axes) == 7 and drawn(figure)
@@ -80,6 +81,7 @@ def test_the_mixing_matrix_is_shown_as_it_is():
     assert image.axes.get_xlabel() == "source"
 
 
+@pytest.mark.exhaustive
 def test_a_trace_has_a_line_a_class_and_the_aims_of_classes_that_are_there():
     traces = {"without": matrix(7, 4), "with": matrix(7, 4, seed=1)}
     figure = plot_distribution_trace(traces, P)

@@ -193,6 +193,7 @@ def test_calibration_asks_the_slow_accountant_a_few_times(monkeypatch):
     assert len(asked) <= 4
 
 
+@pytest.mark.exhaustive
 def test_calibration_needs_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert noise_for(2.0, 1e-5, 1000, 0.01) == noise_for(2.0, 1e-5, 1000, 0.01, tight=False)

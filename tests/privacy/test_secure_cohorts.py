@@ -62,6 +62,7 @@ def test_no_cohort_follows_from_the_checkpoint_before_it(tmp_path):
     assert len(ends[0]) == 3 and not saved["federation"]["cohort"]
 
 
+@pytest.mark.exhaustive
 def test_each_client_comes_at_the_rate_and_by_itself():
     run, _ = run_of("secure", Poisson(0.3), rounds=1)
     drawn = [run.federation.cohort(range(CLIENTS), CLIENTS) for _ in range(2000)]

@@ -56,6 +56,7 @@ def test_names_say_it_too():
     assert ready(Shades(), client=["a", "b"] * 20).client_names == ["a", "b"]
 
 
+@pytest.mark.exhaustive
 def test_torchvision_s_own(tmp_path):
     for k in range(2):
         (tmp_path / f"class{k}").mkdir()
