@@ -18,7 +18,6 @@ from pfl_lightning.engines import Vectorised
 from pfl_lightning.engines.vmap.compiled import Compiled
 from pfl_lightning.methods import FedAvg, FedPer, FedRep, Local
 from pfl_lightning.nets import Net
-from sweeps import swept
 
 
 class Compiling(Vectorised):
@@ -53,7 +52,8 @@ UNCOMPILED = {"PFedMe": "setattr", "PerFedAvg": "other results"}
 INVOLVED = ["Ditto", "FedProx", "FedRoD", "MOON", "PACClient", "PFedMe", "PerFedAvg", "WDR"]
 
 
-@pytest.mark.parametrize("name", swept(INVOLVED, (), str))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", INVOLVED)
 def test_methods_give_what_they_give_uncompiled(name, recwarn):
     _, run = compare(client_modules()[name], settings={"net": plain}, engine=Compiling, max_rounds=2, local_epochs=1)
     assert trusted(run) == (name not in UNCOMPILED) or name == "PerFedAvg"
@@ -184,8 +184,9 @@ class Replayed:
         self.begun += 1
 
 
-@pytest.mark.parametrize("lifetime", swept(["round", "run"], ("run",), str))
-@pytest.mark.parametrize("method", swept([FedAvg, Local, FedRep], (), lambda method: method.__name__))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lifetime", ["round", "run"])
+@pytest.mark.parametrize("method", [FedAvg, Local, FedRep])
 def test_a_captured_step_may_overwrite_what_the_last_one_gave(monkeypatch, method, lifetime):
     replayed = Replayed()
     monkeypatch.setattr(Compiled, "backend", staticmethod(replayed))
