@@ -49,6 +49,7 @@ from pfl_lightning.federation.final_test import final_test
 from pfl_lightning.federation.joining import joined_row
 from pfl_lightning.federation.options import ClientStates, FederationOptions
 from pfl_lightning.federation.prediction import Asked, NeedsSamples, Predictions, SavedClients
+from pfl_lightning.internals.garbage import objects_left_out
 from pfl_lightning.internals.of_lightning import continue_run
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets.lightning_net import LightningNet, trains_itself
@@ -428,7 +429,7 @@ class FederatedTrainer(Trainer):
         try:
             # Replaces Lightning's SIGTERM handler, which starts a collective wherever this rank happens to be, and so
             # may hang.
-            with stoppable():
+            with stoppable(), objects_left_out():
                 if self._in_place_of_test is not None:
                     # Lightning thinks that it tests, with all its set-up; the work replaces the loop alone.
                     return self._in_place_of_test(federation)

@@ -10,7 +10,8 @@ PROGRAM = """
 import gc
 import sys
 from pfl_lightning.internals import light_start
-from pfl_lightning.internals.light_start import import_lightning, uncollected
+from pfl_lightning.internals.garbage import uncollected
+from pfl_lightning.internals.light_start import import_lightning
 
 with uncollected(freeze=True):
     assert not gc.isenabled()

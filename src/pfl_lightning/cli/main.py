@@ -19,7 +19,8 @@ from pfl_lightning.cli.commands import OTHERS, overview
 from pfl_lightning.cli.earlier_run import with_run
 from pfl_lightning.cli.refusals import refuse_at_sight
 from pfl_lightning.cli.usage import UsageError, fail, silence
-from pfl_lightning.internals.light_start import import_lightning, uncollected
+from pfl_lightning.internals.garbage import uncollected
+from pfl_lightning.internals.light_start import import_lightning
 from pfl_lightning.stopping import RankLost, Stopped, ending_at_once, stoppable
 
 MODULES = {
@@ -98,7 +99,7 @@ def main(args: list[str] | None = None) -> None:
 
 def import_trainer_commands() -> None:
     """Import all that a run needs whose line names no class of another package; `compare` forks runs from here."""
-    with uncollected(freeze=False):
+    with uncollected():
         import_lightning()
         import_module("pfl_lightning.cli.trainer_commands")
 

@@ -1,8 +1,6 @@
 """Preparation of a pool: check the loaded samples, choose the subset, divide and split; a server's samples."""
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, Protocol
@@ -31,6 +29,7 @@ from pfl_lightning.data.partitioners import Partitioner
 from pfl_lightning.data.samples import Loaded, Samples
 from pfl_lightning.data.splits import cut_of, stratified_rows
 from pfl_lightning.data.trees import Tree, mapped, narrowed, read, take, with_leaves
+from pfl_lightning.internals.garbage import uncollected
 from pfl_lightning.tasks import Task
 
 
@@ -81,18 +80,6 @@ def as_loaded(loaded: Loaded | tuple[Tree, Tree]) -> Loaded:
     # targets are read at once, even from files: strata, class counts and splits need all of them
     y = mapped(with_leaves(loaded.y, "y of load()"), lambda leaf: read(leaf, slice(None)))
     return Loaded(x, y, loaded.client, loaded.split, loaded.time, loaded.group)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause Python's garbage collector: with 100,000 clients, half of the set-up was its search of their tensors."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @uncollected()

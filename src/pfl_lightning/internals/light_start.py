@@ -4,10 +4,7 @@ A start takes two thirds of its processor time so: 3.0 and not 4.5 seconds. All 
 afterwards.
 """
 
-import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from unittest.mock import patch
 
@@ -58,22 +55,3 @@ def import_torchmetrics() -> None:
             del sys.modules[name]
         # answers given meanwhile say that the hidden packages are missing
         package_available.cache_clear()
-
-
-@contextmanager
-def uncollected(freeze: bool) -> Iterator[None]:
-    """Postpone Python's search for garbage cycles, which takes a sixth of an import's time and finds next to nothing.
-
-    Args:
-        freeze: whether to exclude all objects of this moment's end from later searches; only for a program that has
-            just started, since no cycle among these objects is freed again.
-    """
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if freeze:
-            gc.freeze()
-        if collected:
-            gc.enable()
