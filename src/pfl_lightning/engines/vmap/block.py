@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -271,47 +272,42 @@ class Plan:
             pads: whether batches of different sizes share a part.
             apart: whether full batches never share a part with shorter ones.
         """
-        steps: list[list[list[tuple[NDArray[np.int64], NDArray[np.int64], bool]]]] = []
-        pieces: list[NDArray[np.int64]] = []
-        for index in range(self.counts.max(initial=0)):
-            (taking,) = np.nonzero(self.counts > index)
-            epochs, begins, ends = self._place(index, taking)
-            steps.append([])
-            for further in range(int((ends - begins).max())):
-                # Clients near the end of an epoch may have fewer batches in this step than others.
-                left = begins + further < ends
-                rows = taking[left]
-                first = (begins + further)[left] * self.size
-                sizes = np.minimum(self._lengths[rows] - first, self.size)
-                first += self._starts[rows] + epochs[left] * self._lengths[rows]
-                steps[-1].append([])
-                kinds = sizes == self.size if pads and apart else sizes
-                groups = [np.s_[:]] if pads and not apart else [kinds == k for k in dict.fromkeys(kinds.tolist())]
-                for group in groups:
-                    own = sizes[group]
-                    size, smallest = int(own.max()), int(own.min())
-                    steps[-1][-1].append((rows[group], own, smallest < size))
-                    places, beginnings = np.arange(size), first[group, None]
-                    if smallest == size:
-                        pieces.append(self._flat[beginnings + places])
-                    else:
-                        # A short batch repeats its last sample.
-                        pieces += self._flat[beginnings + np.minimum(places, own[:, None] - 1)], own
-        if not pieces:
+        index, rows = np.nonzero(self.counts > np.arange(self.counts.max(initial=0))[:, None])
+        if not len(rows):
             return
+        epochs, begins, ends = self._place(index, rows)
+        # Each batch of each client: clients near the end of an epoch may have fewer in a step than others.
+        made = ends - begins
+        of = np.repeat(np.arange(len(rows)), made)
+        further = np.arange(len(of)) - np.repeat(np.cumsum(made) - made, made)
+        index, rows, first = index[of], rows[of], (begins[of] + further) * self.size
+        sizes = np.minimum(self._lengths[rows] - first, self.size)
+        first += self._starts[rows] + epochs[of] * self._lengths[rows]
+        # Batches of a part have one key.
+        kinds = np.zeros_like(sizes) if pads and not apart else sizes == self.size if pads else sizes
+        batches = index * self._accumulate + further
+        keys = batches * (self.size + 1) + self.size - kinds
+        order = keys.argsort(kind="stable")
+        keys, batches, rows, sizes, first = (column[order] for column in (keys, batches, rows, sizes, first))
+        starts = np.flatnonzero(np.diff(keys, prepend=-1))
+        widths, ragged = (end.reduceat(sizes, starts) for end in (np.maximum, np.minimum))
+        # A short batch repeats its last sample.
+        numbers = self._flat[first[:, None] + np.minimum(np.arange(self.size), sizes[:, None] - 1)]
+        columns = starts, [*starts[1:], len(rows)], widths, widths > ragged, batches[starts]
+        parts = [*zip(*(map(int, column) for column in columns), strict=True)]
+        pieces: list[NDArray[np.int64]] = []
+        for start, end, width, is_ragged, _ in parts:
+            pieces += [numbers[start:end, :width].ravel(), *([sizes[start:end]] if is_ragged else [])]
         # One transfer to the device for the whole phase, not one per step.
-        flat = torch.from_numpy(np.concatenate([piece.ravel() for piece in pieces])).to(device)
+        flat = torch.from_numpy(np.concatenate(pieces)).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
-        for step in steps:
-            yield [
-                [
-                    Part(
-                        neighbours(rows, device), next(cut).view(len(rows), -1), *((sizes, next(cut)) if ragged else ())
-                    )
-                    for rows, sizes, ragged in batch
-                ]
-                for batch in step
-            ]
+
+        def part(start: int, end: int, width: int, is_ragged: int, _: int) -> Part:
+            at = neighbours(rows[start:end], device), next(cut).view(end - start, width)
+            return Part(*at, sizes[start:end], next(cut)) if is_ragged else Part(*at)
+
+        for _, step in groupby(parts, lambda part: part[-1] // self._accumulate):
+            yield [[part(*each) for each in batch] for _, batch in groupby(step, lambda part: part[-1])]
 
 
 def neighbours(rows: NDArray[np.int64], device: torch.device) -> Rows:
