@@ -238,7 +238,6 @@ class ClientModule(LightningModule):
         self.requested = self.withheld = frozenset[str]()
         self._logged: dict[str, Tensor] | None = None
         self._doubts: list[tuple[Tensor, Callable[..., str], tuple[Tensor, ...]]] | None = None
-        self._shared_rows: Mapping[str, Tensor] | None = None
         self._batch_idx = self.client_id = self.round = self.steps_done = 0
         self.num_rounds, self.learning_rate = 1, 0.0
         self.training_follows = self.evaluation_follows = True
@@ -501,12 +500,7 @@ class ClientModule(LightningModule):
         self.assign(payload["weights"])
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """Return the current shared entries of the ``state_dict``, by name.
-
-        The tensors are references. Engine ``vectorised`` returns rows of stacked tensors in their place.
-        """
-        if self._shared_rows is not None:
-            return self._shared_rows
+        """Return the current shared entries of the ``state_dict``, by name, as references."""
         return {n: t for n, t in self.state_dict().items() if self.is_shared(n) and n not in self.common_names}
 
     def adapter_state(self) -> StateDict:
@@ -537,8 +531,9 @@ class ClientModule(LightningModule):
         update: Message = {"weights": self.shared_state()}
         # `DPAverage` withholds the count: how many samples a client has is private, and its mean doesn't use it
         if "num_samples" not in self.withheld:
-            # of a number, or of the numbers of many clients under vmap
-            update["num_samples"] = torch.as_tensor(data.size("train"))
+            size = data.size("train")
+            # the numbers of many clients at once are a tensor; `torch.as_tensor` takes four times as long
+            update["num_samples"] = size if isinstance(size, Tensor) else torch.scalar_tensor(size, dtype=torch.int64)
         return update | ({"class_counts": data.class_counts} if "class_counts" in self.requested else {})
 
     def warn_if(self, doubt: Tensor, text: Callable[..., str], *numbers: Tensor) -> None:

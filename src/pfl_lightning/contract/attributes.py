@@ -180,7 +180,6 @@ ENGINES_OWN = {
         "_batch_idx",
         "_doubts",
         "_logged",
-        "_shared_rows",
         "client_id",
         "learning_rate",
         "phase",

@@ -92,7 +92,7 @@ class Auto(Engine):
             return
         done = set()
         try:
-            for outcome in (engine := self._for_round(jobs)).complete("training", jobs):
+            for outcome in (engine := self._for_round(jobs)).run(jobs):
                 self._tell(engine)
                 done.add(outcome.client)
                 yield outcome
@@ -106,7 +106,7 @@ class Auto(Engine):
         jobs = iter(jobs)
         # Jobs stay an iterator: each payload is made when its job is taken, and all at once could fill the memory.
         for first in jobs:
-            for evaluated in (engine := self._chosen(first)).complete("evaluation", chain([first], jobs)):
+            for evaluated in (engine := self._chosen(first)).evaluate_all(chain([first], jobs)):
                 self._tell(engine)
                 yield evaluated
 

@@ -371,7 +371,7 @@ class Engine(ABC):
     def complete(self, phase: Literal["training", "evaluation"], jobs: Iterable[Job]) -> Iterator[Outcome | Evaluated]:
         """Yield the results of `run` or `evaluate_all`, and check for exactly one result per job.
 
-        All callers of an engine use this method, so that no client is lost or counted twice in silence.
+        Whoever runs an engine uses this method, so that no client is lost or counted twice in silence.
 
         Args:
             phase: ``training`` calls `run`, ``evaluation`` calls `evaluate_all`.

@@ -307,7 +307,11 @@ class Round:
                 f"round {self.federation.round + 1}: what stays with client {self.data.client_label(client)} became "
                 "NaN or infinite; try a smaller learning rate."
             )
-        return state if is_storable(vars(state)) else ClientState(**storable(vars(state), f"client {client}'s state"))
+        entries = vars(state)
+        # most states are empty
+        if not any(entries.values()) or is_storable(entries):
+            return state
+        return ClientState(**storable(entries, f"client {client}'s state"))
 
     def _remember(self, taken: Mapping[int, Outcome], took: Mapping[int, float]) -> None:
         """Give the selection the reports of the clients whose updates are aggregated.
@@ -317,8 +321,8 @@ class Round:
             took: seconds by id on a simulated clock, in place of measured ones.
         """
         asks = sorted(self.options.cohort.asks)
-        reports: dict[int, dict[str, float]] = {}
-        for client, outcome in taken.items():
+        reports: dict[int, dict[str, float]] = {client: {} for client in taken}
+        for client, outcome in taken.items() if asks else ():
             values = outcome.metrics | {"seconds": took.get(client, outcome.seconds)}
             # only finite numbers, whatever a site may report
             reports[client] = {name: values[name] for name in asks if math.isfinite(values.get(name, math.nan))}

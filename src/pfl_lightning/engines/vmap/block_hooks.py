@@ -362,13 +362,7 @@ class BlockHooks:
             self._reads_steps = True
             self.refused.discard("upload")
             return self.upload(block)
-        private = self.sequential.work.example_privacy
-        if private is None:
-            return updates
-        return [
-            private.noised_update(update, member.job.seed)
-            for update, member in zip(updates, block.members, strict=True)
-        ]
+        return updates
 
     def _uploaded(self, block: Block) -> list[Message] | None:
         """Return every client's update, with entries changed as by the hook; None if a run for many clients failed."""

@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
+from pfl_lightning.client.module import ClientModule
 from pfl_lightning.client.phases import Phase
 from pfl_lightning.data import put_together
 from pfl_lightning.engines.base import ClientState, Job, Outcome, identities
 from pfl_lightning.engines.errors import during
 from pfl_lightning.engines.sequential import Sequential
 from pfl_lightning.engines.vmap.block import Block, Member
-from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockHooks, is_same, repeated
+from pfl_lightning.engines.vmap.block_hooks import CLASS_WEIGHTS, BlockData, BlockHooks, is_same, repeated
 from pfl_lightning.engines.vmap.checks import BlockSignature, SharedAttributes, Unvectorisable
 from pfl_lightning.engines.vmap.dropout import Stream
 from pfl_lightning.engines.vmap.evaluator import BlockEvaluator
 from pfl_lightning.messages import CPU, Message, Others, Row, Stack, StateDict, is_finite, tensors, tree_map
 from pfl_lightning.transfers import moved, rows_of, side_by_side
+
+UPLOAD = ClientModule.upload
+"""The hook whose entries `BlockIO` knows, also where a program has put another in its place."""
 
 
 class BlockIO:
@@ -98,7 +102,11 @@ class BlockIO:
         if CLASS_WEIGHTS in current:
             return None
         names = module.state_dict().keys() - module.common_names
-        given = [{**member.job.state.personal, **member.job.payload.get("weights", {})} for member in members]
+        pairs = [(member.job.state.personal, member.job.payload.get("weights", {})) for member in members]
+        # most servers send all clients the same weights, which then stand for each client's
+        if all(weights is pairs[0][1] and not personal for personal, weights in pairs):
+            pairs = pairs[:1]
+        given = [{**personal, **weights} for personal, weights in pairs]
         # Some entries may have two names, or would keep the values of the client before.
         if names - current.keys() or any(entries.keys() != names for entries in given):
             return None
@@ -233,6 +241,7 @@ class BlockIO:
         start, work = time.perf_counter(), self.sequential.work
         names = [name for name in self.module.state_dict() if name not in self.module.common_names]
         own_hooks = any(overrides(self.module, method) for method in ("upload", "shared_state", "state_dict"))
+        own_hooks |= type(self.module).upload is not UPLOAD
         at_once = not own_hooks and block.entries.keys() >= set(names)
         self.sequential.set_mode(training=False)
         with torch.no_grad():
@@ -241,13 +250,15 @@ class BlockIO:
                 if at_once
                 else self.hooks.upload(block) or self._upload_one_by_one(block)
             )
+        # Under example-level privacy the update alone counts, as in `Sequential.train`.
+        if (private := work.example_privacy) is not None:
+            pairs = zip(updates, block.members, strict=True)
+            updates = [private.noised_update(update, member.job.seed) for update, member in pairs]
         stacks = {update["weights"].stack for update in updates if isinstance(update.get("weights"), Row)}
         kept = {
             name: block.entries[self.attributes.slots.first_names[name]] for name in self.attributes.layout.personal
         }
         sent = [entry for stack in stacks for entry in stack.entries.values()]
-        # The same rule as in `Sequential.train`: under example-level privacy the update alone counts.
-        private = work.example_privacy
         judged = sent if private is not None else [*sent, *kept.values()]
         recorded = {name: torch.cat([values for *_, values in steps]) for name, steps in block.recorded.items()}
         # One transfer for all metrics and checks, which would otherwise wait for the device once per client.
@@ -285,25 +296,15 @@ class BlockIO:
             )
 
     def _upload_at_once(self, names: list[str], block: Block) -> list[Message]:
-        """Build every client's update; shared weights stay rows of one stack."""
+        """Build every client's update by one call of `ClientModule.upload`; shared weights stay rows of one stack."""
+        members = block.members
         shared = {name: block.entries[name].detach() for name in names if self.module.is_shared(name)}
-        stack = Stack(shared)
-        updates: list[Message] = []
-        table = vars(self.module)
-        try:
-            for row, member in enumerate(block.members):
-                table["_shared_rows"] = Row(stack, row) if shared else {}
-                self.sequential.set_turn(member.job, member.steps)
-                # No copies needed: apart from the row, `ClientModule.upload` makes its tensors anew for each update.
-                with during("upload", member.job.round, member.job.client):
-                    updates.append(self._uploaded(member))
-        finally:
-            table["_shared_rows"] = None
-        return arrived_together(updates, self.sequential.device)
-
-    def _uploaded(self, member: Member) -> Message:
-        update, private = self.module.upload(member.data), self.sequential.work.example_privacy
-        return update if private is None else private.noised_update(update, member.job.seed)
+        with during("upload", members[0].job.round, *block.rows):
+            # of all clients side by side; the module's own weights are of none of them
+            update = self.module.upload(cast(Any, BlockData(members, lambda stack: stack)))
+            del update["weights"]
+            stack, others = Stack(shared), rows_of(update, len(members), CPU)
+        return [{"weights": Row(stack, row) if shared else {}, **other} for row, other in enumerate(others)]
 
     def _upload_one_by_one(self, block: Block) -> list[Message]:
         """Build every client's update by the overridden hooks; unchanged weights stay rows of one stack."""
@@ -314,7 +315,7 @@ class BlockIO:
             member.stream.restore()
             with self.attributes.turn_of(member, entries, "upload"):
                 with self.attributes.of("upload"):
-                    update = dict(self._uploaded(member))
+                    update = dict(self.module.upload(member.data))
                 member.caches = self.attributes.caches
                 take_over(self.attributes.slots.current(), entries)
             weights = update.get("weights")

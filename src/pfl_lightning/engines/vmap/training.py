@@ -182,7 +182,8 @@ class BlockTrainer:
         sizes = np.array(block.sizes)
         orders, lengths = [torch.empty(0, dtype=torch.int64)] * len(sizes), np.zeros_like(sizes)
         skipped, most = np.zeros_like(sizes), np.full_like(sizes, np.iinfo(np.int64).max)
-        generator, further = torch.Generator(), dict[tuple[int, int], int]()
+        generator = torch.Generator()
+        known: dict[tuple[int, int], tuple[int | None, int]] = {}
         for row, (member, samples) in enumerate(zip(block.members, block.sizes, strict=True)):
             if samples < smallest:
                 continue
@@ -192,18 +193,18 @@ class BlockTrainer:
             if (first := next(epochs_left, None)) is None:
                 continue
             lengths[row], skipped[row] = first.numel(), done
-            # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
-            each = batches_of(first.numel(), size, smallest)
-            whole, rest = (-(-batches // accumulate) for batches in (each, each - done))
-            bound = extent.most_steps(whole)
-            most[row] = most[row] if bound is None else bound
-            if (samples, done) not in further:
+            if (samples, done) not in known:
+                # Optimizer steps of an epoch, and of the first one, which may have begun in an earlier round.
+                each = batches_of(first.numel(), size, smallest)
+                whole, rest = (-(-batches // accumulate) for batches in (each, each - done))
+                bound = extent.most_steps(whole)
                 # Enough epochs for the steps, rounded up; `Plan` drops what is too much. No more are drawn, as a later
                 # phase's orders come from the same generator.
-                needed = cast(int, epochs) - 1 if bound is None else -(-max(bound - rest, 0) // max(whole, 1))
-                further[samples, done] = needed
-            more = islice(epochs_left, further[samples, done])
-            orders[row] = torch.cat([first, *more]) if further[samples, done] else first
+                further = cast(int, epochs) - 1 if bound is None else -(-max(bound - rest, 0) // max(whole, 1))
+                known[samples, done] = bound, further
+            bound, further = known[samples, done]
+            most[row] = most[row] if bound is None else bound
+            orders[row] = torch.cat([first, *islice(epochs_left, further)]) if further else first
         return Plan(orders, np.cumsum(sizes) - sizes, lengths, size, smallest, most, skipped, accumulate)
 
     def _narrow(self, optimizers: list[RowsOptimizer], end: int, phase: Phase, block: Block) -> None:
