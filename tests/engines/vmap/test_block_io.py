@@ -81,7 +81,7 @@ def test_clients_at_once_give_the_bits_of_clients_one_by_one(method):
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedPer])
-def test_a_client_module_that_uploads_something_else_does_so_from_a_block(method, monkeypatch, at_once):
+def test_a_client_module_that_uploads_something_else_does_so_from_a_block(method, monkeypatch):
     def upload(self, data, before=ClientModule.upload):
         update = before(self, data)
         turn = torch.tensor([self.client_id, self.steps_done])
@@ -161,7 +161,7 @@ def test_an_error_in_a_common_download_is_that_of_a_client():
     assert caught.value.__notes__ == ["Raised in the download of client 0 for round 1."]
 
 
-def test_a_value_that_is_not_finite_is_found_in_what_a_block_sends_beside_weights(monkeypatch, at_once):
+def test_a_value_that_is_not_finite_is_found_in_what_a_block_sends_beside_weights(monkeypatch):
     def upload(self, data, before=ClientModule.upload):
         return {**before(self, data), "scale": torch.tensor(torch.nan if self.client_id == 1 else 1.0)}
 
