@@ -17,9 +17,9 @@ def at_once(hook: Hook) -> Hook:
     The hook then runs once under ``torch.func.vmap``, where each entry, payload and update is one client's, and on a
     GPU launches no more kernels for many clients than for one. Like a training step, it makes no decision by the value
     of a tensor (``torch.where`` does), draws no random numbers, and reads neither ``client_id`` nor samples; of the
-    data it may read ``class_counts``, ``size("train")``, ``labelled_chunks()``, ``marked_chunks(...)``, ``drawn(...)``,
-    and ``classes`` for keys of its update. `anyone` tells whether a flag is true for any of the clients. Hooks without
-    the mark run client by client, with the same results.
+    data it may read ``class_counts``, ``size("train")``, ``marked_chunks(...)``, ``drawn(...)``, and ``classes`` for
+    keys of its update. `anyone` tells whether a flag is true for any of the clients. Hooks without the mark run client
+    by client, with the same results.
 
     The mark is of this definition alone: a subclass's override needs its own.
 

@@ -119,13 +119,6 @@ class ClientData:
         """Return the number of samples in a split, without gathering the split."""
         return self.source.size(self.client, split)
 
-    def labelled_chunks(self) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield inputs and class numbers of the training samples, some at a time; a number of -1 counts for no class.
-
-        For many clients at once, -1 marks the filling of smaller clients.
-        """
-        return cast("Iterator[tuple[Tree, Tensor]]", self.train.chunks())
-
     def marked_chunks(self, size: int | None = None, ignored: bool = False) -> Iterator[tuple[Tree, Tree, Tensor]]:
         """Yield inputs and targets of the training samples in their order, and which are the client's ``[n]``.
 

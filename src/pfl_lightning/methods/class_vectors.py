@@ -97,12 +97,12 @@ def class_table(function: Callable[[Tensor], Tensor], data: ClientData, num_clas
         Means ``[C, d]``, zero for absent classes, and the presence of classes ``[C]``.
     """
     sums, counts = [], []
-    for x, y in data.labelled_chunks():
+    for x, y, own in data.marked_chunks():
         values = function(x)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         # a matrix product, because index_add_ on a GPU adds in any order; unlike indexing by a mask, it waits for no
         # count
-        members = y[:, None] == torch.arange(num_classes, device=y.device)
+        members = own[:, None] & (y[:, None] == torch.arange(num_classes, device=y.device))
         sums.append(members.to(wide.dtype).T @ wide)
         counts.append(members.sum(0))
     count = torch.stack(counts).sum(0)

@@ -96,9 +96,9 @@ def test_a_client_is_filled_up_by_samples_of_its_own():
     x, y = points(40, seed=1)
     sources = [OneClient(Samples(torch.full_like(x, torch.inf), y)), OneClient(Samples(x[:8], y[:8]))]
     members = [SimpleNamespace(data=ClientData(source, 0)) for source in sources]
-    ((inputs, classes),) = BlockData(members, lambda tensor: tensor).labelled_chunks()
+    ((inputs, classes, own),) = BlockData(members, lambda tensor: tensor).marked_chunks()
     assert inputs.shape[:2] == classes.shape == (2, 40) and inputs[1].isfinite().all()
-    assert torch.equal(classes[1][:8], y[:8]) and (classes[1][8:] == -1).all() and torch.equal(classes[0], y)
+    assert torch.equal(classes[1][:8], y[:8]) and torch.equal(classes[0], y) and own.sum(1).tolist() == [40, 8]
 
 
 def test_marked_samples_are_a_client_s_own_in_their_order_and_the_filling_finite():

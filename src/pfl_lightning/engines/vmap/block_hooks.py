@@ -171,15 +171,6 @@ class BlockData(AnyClient):
         """All classes, for the keys of an update; see `ClassNumber`."""
         return [ClassNumber(c) for c in range(number_of_classes(self._members[0].data.task, "a class"))]
 
-    def labelled_chunks(self) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield inputs and class numbers of all clients' training samples, some at a time, -1 for filling.
-
-        Raises:
-            ReadsClient: if samples are read one batch after another.
-        """
-        for x, y, own in self._chunks():
-            yield tree_map(self._row, x), self._row(torch.where(own, y, -1))
-
     def marked_chunks(self, size: int | None = None, ignored: bool = False) -> Iterator[tuple[Tree, Tree, Tensor]]:
         """Yield inputs and targets of all clients' training samples, some at a time, and which are each client's.
 
