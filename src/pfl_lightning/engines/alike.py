@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, takewhile
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -54,12 +54,15 @@ class Alike:
         """
         if not self.usable:
             return None
-        clients = [job.client, *job.alike]
+        clients, source = [job.client, *job.alike], job.data.source
         results: dict[str, ClientMetrics] = {}
         try:
+            # Either all clients have a scale or none has.
+            some = source_scale(source, job.client) is not None
+            scales = [source_scale(source, client) for client in clients] if some else [None] * len(clients)
             with torch.no_grad(), self.engine.common(job):
                 for split in job.evaluate:
-                    gathered = job.data.source.parts(clients, split, self.engine.device)
+                    gathered = source.parts(clients, split, self.engine.device)
                     if not isinstance(gathered, Parts):
                         if any(isinstance(part, Streamed) for part in gathered):
                             # Samples that stay in files are read a batch at a time.
@@ -68,7 +71,6 @@ class Alike:
                         gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
                     parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     if any(parts.sizes):
-                        scales = [source_scale(job.data.source, client) for client in clients]
                         results[split] = ClientMetrics(self._measured(clients, parts, scales))
         except torch.cuda.OutOfMemoryError:
             return None
@@ -96,18 +98,18 @@ class Alike:
             scales: the scales of their targets.
         """
         rows = [row for row, size in enumerate(parts.sizes) if size]
-        at_once = rows_at_once(self.module.task, parts.whole.y)
-        begin = 0
-        while rows:
+        sizes = [parts.sizes[row] for row in rows]
+        ends, at_once = np.cumsum(sizes), rows_at_once(self.module.task, parts.whole.y)
+        first = begin = 0
+        while first < len(rows):
             # So many clients that one forward pass computes all their samples.
-            ends = list(takewhile(lambda end: end <= at_once, accumulate(parts.sizes[row] for row in rows)))
-            count, total = (len(ends), ends[-1]) if ends else (1, parts.sizes[rows[0]])
-            samples = parts.whole.take(slice(begin, begin + total))
-            sizes = [parts.sizes[row] for row in rows[:count]]
-            own = [scales[row] for row in rows[:count]]
-            values = self._together(samples, sizes, own) if ends else self._alone(samples, own[0])
-            yield [clients[row] for row in rows[:count]], values
-            rows, begin = rows[count:], begin + total
+            last = int(np.searchsorted(ends, begin + at_once, side="right"))
+            is_alone, last = last == first, max(last, first + 1)
+            samples = parts.whole.take(slice(begin, int(ends[last - 1])))
+            own = [scales[row] for row in rows[first:last]]
+            values = self._alone(samples, own[0]) if is_alone else self._together(samples, sizes[first:last], own)
+            yield [clients[row] for row in rows[first:last]], values
+            first, begin = last, int(ends[last - 1])
 
     def _alone(self, samples: Samples, scale: TargetScale | None) -> Columns:
         values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context, scale=scale)
