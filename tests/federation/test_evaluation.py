@@ -161,10 +161,23 @@ class WatchedMetric(Callback):
         self.seen.append(float(trainer.callback_metrics["test/acc"]))
 
 
-@pytest.mark.parametrize("data", [{}, {"val_fraction": 0}], ids=["validated", "not-validated"])
-def test_rounds_are_tested_as_often_as_they_are_validated(data):
-    run = fit(make_client(), blobs(**data), test_every_round=True, check_val_every_n_epoch=2, max_rounds=4)
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [({}, {}), ({"val_fraction": 0}, {}), ({}, {"limit_val_batches": 0})],
+    ids=["validated", "no-samples", "no-validation"],
+)
+def test_rounds_are_tested_once_and_as_often_as_they_are_validated(data, settings, monkeypatch):
+    evaluate, measured = federation.Federation._evaluate_round, []
+
+    def watched(self, *args):
+        measured.append(self.round)
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(federation.Federation, "_evaluate_round", watched)
+    settings = {"test_every_round": True, "check_val_every_n_epoch": 2, **settings}
+    run = fit(make_client(), blobs(**data), max_rounds=4, **settings)
     assert ["test/acc" in row for row in run.rows] == [False, True] * 2
+    assert measured == [2, 4]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
