@@ -21,6 +21,8 @@ from pfl_lightning.messages import StateDict, tree_map
 
 Rows: TypeAlias = slice | Tensor
 """Rows of a stack: a slice, or any row numbers."""
+PLANNED = 16_384
+"""Optimizer steps of all clients together that are planned at once."""
 
 
 class Part(NamedTuple):
@@ -272,9 +274,16 @@ class Plan:
             pads: whether batches of different sizes share a part.
             apart: whether full batches never share a part with shorter ones.
         """
-        index, rows = np.nonzero(self.counts > np.arange(self.counts.max(initial=0))[:, None])
-        if not len(rows):
-            return
+        most, together = self.counts.max(initial=0), max(1, PLANNED // len(self.counts))
+        for first in range(0, most, together):
+            yield from self._steps(np.arange(first, min(first + together, most)), device, pads, apart)
+
+    def _steps(
+        self, steps: NDArray[np.int64], device: torch.device, pads: bool, apart: bool
+    ) -> Iterator[list[list[Part]]]:
+        """Yield some of the steps, planned at once; arguments as for `steps`."""
+        index, rows = np.nonzero(self.counts > steps[:, None])
+        index += steps[0]
         epochs, begins, ends = self._place(index, rows)
         # Each batch of each client: clients near the end of an epoch may have fewer in a step than others.
         made = ends - begins
@@ -283,22 +292,22 @@ class Plan:
         index, rows, first = index[of], rows[of], (begins[of] + further) * self.size
         sizes = np.minimum(self._lengths[rows] - first, self.size)
         first += self._starts[rows] + epochs[of] * self._lengths[rows]
-        # Batches of a part have one key.
+        # Batches with the same key are a part: of one batch of a step and, where these aren't filled up, of one size.
         kinds = np.zeros_like(sizes) if pads and not apart else sizes == self.size if pads else sizes
         batches = index * self._accumulate + further
         keys = batches * (self.size + 1) + self.size - kinds
         order = keys.argsort(kind="stable")
         keys, batches, rows, sizes, first = (column[order] for column in (keys, batches, rows, sizes, first))
         starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        widths, ragged = (end.reduceat(sizes, starts) for end in (np.maximum, np.minimum))
+        widths, shortest = (end.reduceat(sizes, starts) for end in (np.maximum, np.minimum))
         # A short batch repeats its last sample.
         numbers = self._flat[first[:, None] + np.minimum(np.arange(self.size), sizes[:, None] - 1)]
-        columns = starts, [*starts[1:], len(rows)], widths, widths > ragged, batches[starts]
+        columns = starts, [*starts[1:], len(rows)], widths, widths > shortest, batches[starts]
         parts = [*zip(*(map(int, column) for column in columns), strict=True)]
         pieces: list[NDArray[np.int64]] = []
         for start, end, width, is_ragged, _ in parts:
             pieces += [numbers[start:end, :width].ravel(), *([sizes[start:end]] if is_ragged else [])]
-        # One transfer to the device for the whole phase, not one per step.
+        # One transfer to the device, not one per step.
         flat = torch.from_numpy(np.concatenate(pieces)).to(device)
         cut = iter(torch.split(flat, [piece.size for piece in pieces]))
 
