@@ -1,6 +1,7 @@
 """Joint transfers of tensors between devices: many small tensors, sent together, take as long as one large one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,17 +54,7 @@ def rows_of(stacks: Mapping[str, Tensor], count: int, device: torch.device) -> l
         count: number of rows, needed if there is no stack.
         device: device of the results.
     """
-    columns = [own_rows(stack) for stack in moved([*stacks.values()], device)]
+    # typed as without a result in torch's stubs
+    copies = cast(Callable[[Tensor], tuple[Tensor, ...]], torch.unbind_copy)
+    columns = map(copies, moved([*stacks.values()], device))
     return [dict(zip(stacks, row, strict=True)) for row in zip(*columns, strict=True)] or [{} for _ in range(count)]
-
-
-def own_rows(stack: Tensor) -> list[Tensor]:
-    """Return the rows of a stack as independent tensors.
-
-    Args:
-        stack: ``[rows, ...]``.
-    """
-    if stack.dim() == 1 and stack.device.type == "cpu":
-        # a number made anew takes a quarter of a copy's time
-        return [torch.scalar_tensor(value, dtype=stack.dtype) for value in stack.tolist()]
-    return [row.clone() for row in stack.unbind()]

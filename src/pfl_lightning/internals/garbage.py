@@ -31,11 +31,13 @@ def objects_left_out() -> Iterator[None]:
     A search among the half a million objects of imports alone takes 0.3 seconds, as long as twenty rounds of 100 small
     clients, and came once in some hundred of these rounds.
     """
-    # a program that has frozen its imports keeps them so; Python 3.12 itself begins with some hundred objects
-    frozen = gc.get_freeze_count() > 10_000
+    # A program that has frozen its imports needs no more, and what is frozen here would stay; Python 3.12 itself begins
+    # with some hundred objects.
+    if gc.get_freeze_count() > 10_000:
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
