@@ -5,7 +5,7 @@ import pytest
 
 from federations import Blobs, make_client, make_trainer
 from pfl_lightning.callbacks import FederatedCallback
-from pfl_lightning.internals.garbage import uncollected
+from pfl_lightning.internals.garbage import are_imports_frozen, uncollected
 
 
 class Cycle:
@@ -27,8 +27,10 @@ class Watch(FederatedCallback):
 def nothing_frozen():
     """The state of a program, as the tests' own process has frozen its imports."""
     gc.unfreeze()
+    are_imports_frozen.cache_clear()
     yield
     gc.freeze()
+    are_imports_frozen.cache_clear()
 
 
 def test_the_search_is_postponed_within_the_context():
@@ -55,3 +57,11 @@ def test_a_program_s_frozen_imports_stay_so_and_nothing_of_a_run_is_added():
     frozen = gc.get_freeze_count()
     make_trainer(max_rounds=1, callbacks=[watch := Watch(stops=False)]).fit(make_client(), Blobs(num_clients=2))
     assert frozen >= watch.frozen >= gc.get_freeze_count() > frozen // 2 > 50_000
+
+
+def test_objects_are_counted_once_in_a_process_and_not_once_a_stage(monkeypatch):
+    are_imports_frozen()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted again"))
+    run = make_trainer(max_rounds=1)
+    run.fit(make_client(), Blobs(num_clients=2))
+    run.validate()
