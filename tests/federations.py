@@ -178,6 +178,8 @@ def make_trainer(root: Path | str = "unused", **settings: Any) -> FederatedTrain
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": ACCELERATOR, "max_rounds": 3}
     # the default, which chooses by net and machine, has tests of its own
     quiet["engine"] = "sequential"
+    # by default the clock decides, which has tests of its own
+    quiet["checkpoint_every"] = 1
     if settings.get("engine") in ("processes", Processes) or settings.get("devices", 1) != 1:
         # a machine has several cores, and seldom several GPUs
         quiet["accelerator"] = "cpu"

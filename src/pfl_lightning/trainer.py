@@ -180,11 +180,12 @@ class FederatedTrainer(Trainer):
             samples anew.
         checkpoint_common: whether checkpoints hold the net's frozen weights. If False, they hold a fingerprint of
             these, as of a language model below its adapters, and take them from the net on loading.
-        checkpoint_every: rounds from one ``last.ckpt`` to the next, 1 or more. A round that becomes ``best.ckpt``, the
-            last round and a round after which training stops early are written in any case, so that this changes no
-            result: the selected round is the same, and ``last.ckpt`` never is of an earlier round than ``best.ckpt``. A
-            run that is killed, or stopped by a signal within a round, goes on from the last written round. Deployments,
-            and runs with a guarantee of privacy or a secure sum, must write each round.
+        checkpoint_every: rounds from one ``last.ckpt`` to the next, 1 or more. None writes one when ten times the
+            seconds that it takes have passed since the last one: after each round if rounds take longer than that. A
+            round that becomes ``best.ckpt``, the last round and a round after which training stops early are written in
+            any case, so that this changes no result: the selected round is the same, and ``last.ckpt`` never is of an
+            earlier round than ``best.ckpt``. A run that is killed, or stopped by a signal within a round, goes on from
+            the last written round. Deployments, and runs with a guarantee of privacy or a secure sum, write each round.
         **kwargs: further arguments of Lightning's Trainer. Without a logger, a CSVLogger writes beside the record. The
             round with the best ``monitor`` is kept as ``best.ckpt`` and the last round as ``last.ckpt``, beside any
             other ModelCheckpoint; ``enable_checkpointing=False`` keeps none. ``limit_val_batches=0`` skips validation.
@@ -220,7 +221,7 @@ class FederatedTrainer(Trainer):
         limit_train_batches: int | float | None = None,
         evaluate_clients: int | float = 1.0,
         checkpoint_common: bool = True,
-        checkpoint_every: int = 1,
+        checkpoint_every: int | None = None,
         schedule: Schedule | None = None,
         lr_factors: dict[str, float] | list[float] | None = None,
         **kwargs: Unpack[TrainerSettings],

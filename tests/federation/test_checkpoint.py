@@ -1,11 +1,13 @@
 """Everything in a checkpoint can be read back, or the run ends before a round is lost."""
 
+import logging
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -16,8 +18,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD
 
 from federations import Pause, blobs, equal, fit, load, make_client, make_trainer, same_end
-from pfl_lightning import WeightedAverage
-from pfl_lightning.callbacks import FederatedCallback
+from pfl_lightning import FederatedTrainer, WeightedAverage
+from pfl_lightning.callbacks import FederatedCallback, checkpoints
+from pfl_lightning.callbacks.checkpoints import LastCheckpoint
 from pfl_lightning.client.module import payloads_of
 from pfl_lightning.federation.checkpoint import storable
 from pfl_lightning.messages import num_bytes
@@ -335,6 +338,65 @@ def test_the_round_after_which_a_run_stops_is_written(tmp_path):
     assert run.federation.round == load(run.last)["federation"]["round"] == 3
 
 
+class Clock(FederatedCallback):
+    """Seconds that pass as a test says: some a round, and some for a ``last.ckpt``."""
+
+    def __init__(self, monkeypatch, round, file):
+        self.now, self.round, self.files = 0.0, round, []
+        save = FederatedTrainer.save_checkpoint
+
+        def saved(trainer, path, *args, **kwargs):
+            self.now += file
+            self.files.append((Path(path).stem, trainer.lightning_module.round))
+            save(trainer, path, *args, **kwargs)
+
+        monkeypatch.setattr(FederatedTrainer, "save_checkpoint", saved)
+        monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def on_round_start(self, trainer, federation, cohort):
+        self.now += self.round
+
+
+@pytest.mark.parametrize(
+    ("round", "file", "expected"),
+    [
+        (3.0, 1.0, [1, 5, 9, 11]),
+        (10.0, 1.0, [*range(1, 12)]),
+        (1.0, 0.0, [*range(1, 12)]),
+    ],
+)
+def test_files_take_a_tenth_of_the_time_at_most(round, file, expected, tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, round, file)
+    settings = {"limit_val_batches": 0, "checkpoint_every": None, "max_rounds": 11}
+    fit(make_client(), root=tmp_path, callbacks=[clock], **settings)
+    assert clock.files == [("last", saved) for saved in expected]
+
+
+def test_a_best_round_is_the_last_one_saved_and_its_link_counts_for_no_time(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, 3.0, 1.0)
+    run = fit(make_client(), root=tmp_path, callbacks=[clock], checkpoint_every=None, max_rounds=11)
+    best = {saved for name, saved in clock.files if name == "best"}
+    last = [saved for name, saved in clock.files if name == "last"]
+    assert best < set(last) and len(last) < 11 and load(run.last)["federation"]["round"] == 11
+    last_checkpoint = next(c for c in run.trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))
+    assert last_checkpoint.seconds == 1.0
+
+
+def test_a_run_says_what_a_kill_costs_where_it_is_more_than_a_minute(tmp_path, monkeypatch, caplog):
+    settings = {"limit_val_batches": 0, "checkpoint_every": None, "max_rounds": 4}
+    with caplog.at_level(logging.INFO):
+        fit(make_client(), root=tmp_path, callbacks=[Clock(monkeypatch, 9.0, 5.0)], **settings)
+        assert "last.ckpt took" not in caplog.text
+        fit(make_client(), root=tmp_path, callbacks=[Clock(monkeypatch, 9.0, 12.0)], **settings)
+    assert caplog.text.count("last.ckpt took 12 s to write: it is written each 2 min") == 1
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_the_clock_of_one_rank_decides_for_all(due):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(broadcast=lambda own: due))
+    assert LastCheckpoint()._is_due(trainer, round=1) is due
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_a_number_of_rounds_between_checkpoints_is_an_integer_from_1(value, tmp_path):
     with pytest.raises(MisconfigurationException, match=f"checkpoint_every={value}"):
@@ -345,3 +407,11 @@ def test_a_number_of_rounds_between_checkpoints_is_an_integer_from_1(value, tmp_
 def test_no_round_is_left_out_whose_privacy_is_spent(stage, tmp_path):
     with pytest.raises(MisconfigurationException, match=r"checkpoint_every=2 .*give 1"):
         fit(make_client(), root=tmp_path, checkpoint_every=2, **stage)
+
+
+@pytest.mark.parametrize("stage", [{"secure_sum": SecureSum()}, {"example_privacy": DPSGD(epsilon=8)}])
+def test_by_default_each_round_is_written_whose_privacy_is_spent(stage, tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, 1.0, 5.0)
+    settings = {"limit_val_batches": 0, "checkpoint_every": None, "max_rounds": 3}
+    fit(make_client(), root=tmp_path, callbacks=[clock], **stage, **settings)
+    assert clock.files == [("last", 1), ("last", 2), ("last", 3)]

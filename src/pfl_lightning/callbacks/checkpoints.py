@@ -1,6 +1,7 @@
 """The two checkpoints of every run, in addition to any `ModelCheckpoint` of the user."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from pfl_lightning.engines.evaluation import measured_names, names_logged
 from pfl_lightning.federation.federation import Federation
+
+SHARE = 0.1
+"""The largest share of a run's time that writing ``last.ckpt`` takes by default."""
+MINUTE = 60.0
+"""Seconds of lost work from which on a run says what a kill costs."""
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -68,32 +74,44 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(ModelCheckpoint):
     """Save rounds as ``last.ckpt``, to resume an interrupted run by ``--ckpt_path last``.
 
-    Saved are each round whose number is a multiple of ``trainer.checkpoint_every``, each round that becomes
-    ``best.ckpt``, and the last round. No clock has a part in it: after the same rounds the same files are there on each
-    machine. In a round that is saved as ``best.ckpt`` too, the file is a hard link to it, or a copy where the file
-    system has no links.
+    Saved are each round that becomes ``best.ckpt``, the last round, and each round whose number is a multiple of
+    ``trainer.checkpoint_every``. Without this setting a file is written when ten times the seconds that one takes have
+    passed since the last one, and after each round that must not be repeated. In a round that is saved as ``best.ckpt``
+    too, the file is a hard link to it, or a copy where the file system has no links.
     """
 
     def __init__(self) -> None:
         # not by save_last, which only saves when the monitored value has improved
         super().__init__(filename="last", save_on_train_epoch_end=True, enable_version_counter=False)
+        self.every: int | None = None
+        """Rounds from one file to the next; None where the time decides."""
+        self.seconds = 0.0
+        """What the last file took to write."""
+        self._written = -math.inf
+        self._is_told = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what a kill costs where not each round is saved.
+        """Settle how often rounds are saved, and say what a kill costs where it is a number of rounds.
 
         Raises:
             MisconfigurationException: if a round must not be lost, as its privacy is spent or its masks are used.
         """
         federation = cast(Federation, pl_module)
         options = federation.options
-        if (every := options.checkpoint_every) == 1:
+        every = self.every = options.checkpoint_every
+        self.seconds, self._written, self._is_told = 0.0, -math.inf, False
+        if every == 1:
             return
         reasons = {
             "clients are at sites": options.is_deployed,
             "its privacy is spent": federation.publishable or options.example_privacy or options.local_privacy,
             "its sums are secure": options.secure_sum,
         }
-        if reason := next((words for words, holds in reasons.items() if holds), ""):
+        reason = next((words for words, holds in reasons.items() if holds), "")
+        if every is None:
+            self.every = 1 if reason else None
+            return
+        if reason:
             raise MisconfigurationException(
                 f"trainer.checkpoint_every={every} could lose a round, which must not be repeated where {reason}; "
                 "leave it out, or give 1."
@@ -106,9 +124,27 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the round if it is due."""
         federation = cast(Federation, pl_module)
-        is_last = trainer.should_stop or federation.round == trainer.max_epochs
-        if is_last or federation.round % federation.options.checkpoint_every == 0 or self._is_best(trainer):
+        is_last, is_best = trainer.should_stop or federation.round == trainer.max_epochs, self._is_best(trainer)
+        if is_last or is_best or self._is_due(trainer, federation.round):
+            start = time.monotonic()
             super().on_train_epoch_end(trainer, pl_module)
+            self._written = time.monotonic()
+            # a link to best.ckpt takes no time
+            self.seconds = self.seconds if is_best else self._written - start
+
+    def _is_due(self, trainer: Trainer, round: int) -> bool:
+        """Return True if enough rounds, or enough time, have passed since the last file."""
+        if self.every is not None:
+            return round % self.every == 0
+        wait = self.seconds / SHARE
+        if wait > MINUTE and not self._is_told:
+            self._is_told = True
+            rank_zero_info(
+                f"last.ckpt took {self.seconds:.0f} s to write: it is written each {wait / MINUTE:.0f} min, and a run "
+                "that is killed repeats what came after; trainer.checkpoint_every=1 writes it each round."
+            )
+        # all ranks save together, and the clock of one decides
+        return bool(trainer.strategy.broadcast(time.monotonic() - self._written >= wait))
 
     def _is_best(self, trainer: Trainer) -> bool:
         """Return True if the round has been saved as ``best.ckpt``; a run must not resume from before it."""

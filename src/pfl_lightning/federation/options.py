@@ -75,7 +75,7 @@ class FederationOptions:
     accumulate_grad_batches: int
     limit_train_batches: Limit
     checkpoint_common: bool
-    checkpoint_every: int
+    checkpoint_every: int | None
     # stages, of rooms that this one doesn't know
     schedule: Any
     example_privacy: Any
@@ -91,7 +91,8 @@ class FederationOptions:
         self._check("evaluate_clients", is_part, clients)
         self._check("limit_train_batches", is_part, f"{batches}, or a share above 0.0 and up to 1.0")
         self._check("accumulate_grad_batches", is_count, f"{batches}, such as 4")
-        self._check("checkpoint_every", is_count, "a number of rounds from 1 up, such as 10")
+        words = "a number of rounds from 1 up, such as 10; leave it out to write files by the time that they take"
+        self._check("checkpoint_every", is_count_or_none, words)
         for name in ("local_steps", "workers", "min_clients"):
             self._check(name, is_count_or_none, "at least 1, as an integer")
         words = "a number above 0, such as 2 or 0.5, or numbers by client, such as {'Bremen': 2} or [1, 0.5]"
