@@ -87,7 +87,8 @@ class LastCheckpoint(ModelCheckpoint):
         """Rounds from one file to the next; None where the time decides."""
         self.seconds = 0.0
         """What the last file took to write."""
-        self._written = -math.inf
+        self.written = -math.inf
+        """When, on the monotonic clock."""
         self._is_told = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,7 +100,7 @@ class LastCheckpoint(ModelCheckpoint):
         federation = cast(Federation, pl_module)
         options = federation.options
         every = self.every = options.checkpoint_every
-        self.seconds, self._written, self._is_told = 0.0, -math.inf, False
+        self.seconds, self.written, self._is_told = 0.0, -math.inf, False
         if every == 1:
             return
         reasons = {
@@ -128,9 +129,9 @@ class LastCheckpoint(ModelCheckpoint):
         if is_last or is_best or self._is_due(trainer, federation.round):
             start = time.monotonic()
             super().on_train_epoch_end(trainer, pl_module)
-            self._written = time.monotonic()
+            self.written = time.monotonic()
             # a link to best.ckpt takes no time
-            self.seconds = self.seconds if is_best else self._written - start
+            self.seconds = self.seconds if is_best else self.written - start
 
     def _is_due(self, trainer: Trainer, round: int) -> bool:
         """Return True if enough rounds, or enough time, have passed since the last file."""
@@ -144,7 +145,7 @@ class LastCheckpoint(ModelCheckpoint):
                 "that is killed repeats what came after; trainer.checkpoint_every=1 writes it each round."
             )
         # all ranks save together, and the clock of one decides
-        return bool(trainer.strategy.broadcast(time.monotonic() - self._written >= wait))
+        return bool(trainer.strategy.broadcast(time.monotonic() - self.written >= wait))
 
     def _is_best(self, trainer: Trainer) -> bool:
         """Return True if the round has been saved as ``best.ckpt``; a run must not resume from before it."""
