@@ -601,16 +601,16 @@ class FederatedDataModule(LightningDataModule, ABC):
             split: the split's name.
             device: the device on which the samples are gathered, and stay.
         """
-        held = self.division.clients
-        rows = [held[client][split] for client in clients]
         # the positions alone: a client larger than memory must never be gathered as a whole
         if not self.resident:
+            held, streamed = self.division.clients, partial(Streamed, self._ready().samples)
             return [
-                Streamed(self._ready().samples, each, self._transform_of(client), device, None, self.task.reconstructs)
-                for client, each in zip(clients, rows, strict=True)
+                streamed(held[client][split], self._transform_of(client), device, None, self.task.reconstructs)
+                for client in clients
             ]
         # one gather and one transform for all clients, in place of two calls for each client
-        parts = Parts(self._gather(torch.cat(rows), device), [each.numel() for each in rows])
+        rows, sizes = self.division.held_by(clients, split)
+        parts = Parts(self._gather(rows, device), sizes)
         if not self.input_drift:
             return parts
         changes = [self._changes_of(client) for client in clients]

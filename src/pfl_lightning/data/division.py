@@ -1,8 +1,9 @@
 """A pool of samples, and its division: positions of each client, of the server and of the central test set."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -51,6 +52,33 @@ class Division:
         """Positions of all clients in one tensor, client after client, by split."""
         # once: a look at each of 100,000 clients' tensors takes longer than what is done with them
         return {split: torch.cat([held[split] for held in self.clients]) for split in get_args(Split)}
+
+    @cached_property
+    def starts(self) -> dict[Split, list[int]]:
+        """Each client's place in `rows`, by split."""
+        return {split: list(accumulate(sizes, initial=0)) for split, sizes in self.sizes.items()}
+
+    def held_by(self, clients: Sequence[int], split: Split) -> tuple[Tensor, list[int]]:
+        """Return positions of some clients in one tensor, client after client, and each client's number.
+
+        >>> one, two, three = ({"train": torch.tensor(rows)} for rows in ([4], [0, 2], [1]))
+        >>> empty = {"val": torch.tensor([]), "test": torch.tensor([])}
+        >>> division = Division([one | empty, two | empty, three | empty], torch.tensor([]), torch.tensor([]), [])
+        >>> division.held_by([1, 2], "train")
+        (tensor([0, 2, 1]), [2, 1])
+        >>> division.held_by([2, 0], "train")
+        (tensor([1, 4]), [1, 1])
+
+        Args:
+            clients: ids of the clients.
+            split: the split.
+        """
+        # several clients of neighbouring ids, such as all of them, have one slice
+        if len(clients) > 1 and list(clients) == list(range(first := clients[0], stop := first + len(clients))):
+            starts = self.starts[split]
+            return self.rows[split][starts[first] : starts[stop]], self.sizes[split][first:stop]
+        rows = [self.clients[client][split] for client in clients]
+        return torch.cat(rows), [each.numel() for each in rows]
 
 
 def divide(
