@@ -5,6 +5,7 @@ import runpy
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -20,6 +21,7 @@ from federations import Blobs, Spy, blobs, equal, fit, make_client, plain, read_
 from pfl_lightning.callbacks import MembershipAudit
 from pfl_lightning.callbacks.membership_audit import likelihood_ratios, scaled_confidences, told_apart
 from pfl_lightning.methods import FedAvg, FedPer, Local
+from pfl_lightning.tasks import Classification, Regression, Survival
 
 LIRA = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "lira.py"))
 PARTS = ("auc", "advantage", "tpr_at_1", "tpr_at_01")
@@ -103,6 +105,23 @@ def test_refusals():
         MembershipAudit(0)
     with pytest.raises(MisconfigurationException, match=r"no client has both; set data\.test_fraction"):
         fit(make_client(), blobs(30, 40, 50, test_fraction=0.0), callbacks=[MembershipAudit()])
+
+
+@pytest.mark.parametrize(
+    ("audit", "data", "words"),
+    [
+        (MembershipAudit(), {"at_sites": True}, "the clients of these data are at sites"),
+        (MembershipAudit(), {"task": Survival()}, "compares samples of a batch"),
+        (MembershipAudit(), {}, r"trainer\.max_rounds isn't given; set every"),
+        (MembershipAudit(1, scores="scores.csv"), {"task": Regression()}, "scores='scores.csv' are of classifications"),
+    ],
+    ids=["sites", "batches", "rounds", "scores"],
+)
+def test_data_and_tasks_without_a_loss_of_single_samples_here_are_refused(audit, data, words):
+    settings = {"at_sites": False, "task": Classification(3)} | data
+    federation, trainer = SimpleNamespace(data=SimpleNamespace(**settings)), SimpleNamespace(max_epochs=-1)
+    with pytest.raises(MisconfigurationException, match=words):
+        audit.on_fit_start(trainer, federation)
 
 
 # Likelihood ratios

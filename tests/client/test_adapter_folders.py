@@ -235,3 +235,8 @@ def test_models_that_no_folder_gives_are_refused_before_training_and_at_the_expo
     with pytest.raises(MisconfigurationException, match=named):
         export_adapters(tmp_path / "checkpoints/last.ckpt", tmp_path / "exported", method, net=net)
     assert not (tmp_path / "ended").exists() and not (tmp_path / "exported").exists()
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"gone\.ckpt' is no file"):
+        export_adapters(tmp_path / "gone.ckpt", tmp_path)

@@ -12,6 +12,7 @@ from federations import FEATURES, blobs, fit, make_client, make_trainer, noisy, 
 from pfl_lightning.data import IID, TensorData
 from pfl_lightning.methods import APFL, Ditto, FedAvg, FedRoD, KNNPer
 from pfl_lightning.methods.registry import METHODS
+from pfl_lightning.nets import Net
 from pfl_lightning.tasks import Regression
 from sweeps import swept
 
@@ -109,3 +110,13 @@ def test_a_forward_counts_before_the_hooks_of_classes_above(tmp_path):
     make_client(Halved).export(tmp_path / "own.ts")
     assert torch.equal(read(tmp_path / "own.ts")(ROWS), make_client(Halved).net(ROWS))
     assert isinstance(make_client(FedAvg).predicting_module(), torch.nn.Module)
+
+
+def test_a_net_that_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
+    class Branching(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    client = make_client(net=lambda shape, classes: Net(Branching(*shape, 4), torch.nn.Linear(4, classes)))
+    with pytest.raises(MisconfigurationException, match=r"^model\.net=Net can't be exported to \.pt2: "):
+        client.export(tmp_path / "model.pt2")

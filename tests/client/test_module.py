@@ -12,10 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from federations import CLASSES, Spy, Wide, blobs, equal, fit, make_client, noisy, plain
 from pfl_lightning import Phase, WeightedAverage
 from pfl_lightning.aggregators import FedLAW
+from pfl_lightning.client import ClientModule
+from pfl_lightning.client.module import net_of_python, trained_class
 from pfl_lightning.methods import FedPer, FedProx
 from pfl_lightning.methods.fedavg import FedAvg
 from pfl_lightning.nets import Net
 from pfl_lightning.tasks import Classification, Regression
+
+PLAIN = {"state_dict": {}, "pytorch-lightning_version": "2.5.0"}
 
 
 def test_everything_of_the_net_is_shared_unless_buffers_stay_local():
@@ -208,3 +212,31 @@ def test_a_client_that_is_not_there_is_refused_by_number(tmp_path):
     run = fit(make_client(), root=tmp_path, max_rounds=1)
     with pytest.raises(MisconfigurationException, match=r"client=9 .* clients 0 to 3"):
         FedAvg.load_from_checkpoint(run.last, client=9, net=plain)
+
+
+def test_a_client_module_without_a_server_side_says_how_to_name_one():
+    with pytest.raises(MisconfigurationException, match="names no server side"):
+        make_client(ClientModule).configure_aggregator()
+
+
+def test_gradients_stay_the_loss_s_own_unless_a_method_changes_them():
+    gradients = {"net.classifier.bias": torch.ones(CLASSES)}
+    assert make_client().adjust_gradients(gradients) is gradients
+
+
+def test_outside_of_a_federation_values_are_logged_by_lightning():
+    with pytest.warns(UserWarning, match=r"self\.trainer.* reference is not registered"):
+        make_client().log("mine", 1.0)
+
+
+def test_a_checkpoint_of_plain_lightning_names_no_network_of_a_federation(tmp_path):
+    torch.save(PLAIN, tmp_path / "plain.ckpt")
+    assert net_of_python(tmp_path / "plain.ckpt") == ""
+
+
+def test_the_class_of_models_is_asked_for_where_the_checkpoint_does_not_name_it(tmp_path):
+    torch.save(PLAIN | {"federation": {"method": "ClientModule+FedAvg"}}, tmp_path / "base.ckpt")
+    assert trained_class(tmp_path / "base.ckpt") is ClientModule
+    torch.save(PLAIN | {"federation": {"method": "FedPer"}}, tmp_path / "other.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"of FedPer, and ClientModule would receive"):
+        trained_class(tmp_path / "other.ckpt")

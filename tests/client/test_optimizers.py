@@ -216,3 +216,19 @@ def test_parameters_that_are_not_the_phase_s_are_refused(engine):
 def test_an_optimizer_in_the_place_of_what_builds_one_is_refused():
     with pytest.raises(MisconfigurationException, match=r"^model\.optimizer=SGD\(.*partial\(SGD, lr=0\.1\)"):
         make_client(optimizer=SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"optimizer": lambda parameters: torch.nn.Linear(2, 2)},
+            "builds a Linear and no optimizer",
+        ),
+        ({"lr_scheduler": partial(ExponentialLR)}, r"^model\.lr_scheduler: .*gamma"),
+    ],
+    ids=["optimizer", "schedule"],
+)
+def test_what_builds_something_else_or_lacks_a_setting_is_refused(settings, words):
+    with pytest.raises(MisconfigurationException, match=words):
+        make_client(**settings)

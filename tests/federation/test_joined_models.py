@@ -23,6 +23,7 @@ from federations import (
 )
 from pfl_lightning.client.joined_clients import JOINED
 from pfl_lightning.data import TensorData
+from pfl_lightning.federation.joining import keep_joined
 from pfl_lightning.federation.prediction import NeedsSamples
 from pfl_lightning.methods import FedPer, FedProto
 from pfl_lightning.methods.registry import METHODS
@@ -161,3 +162,7 @@ def test_nothing_is_written_without_a_logger(tmp_path):
     run = fit(make_client(FedPer), crowd(), root=tmp_path, max_rounds=1)
     make_trainer().join(make_client(FedPer), crowd(), ckpt_path=run.last)
     assert not Path(run.last).with_name(JOINED).exists()
+
+
+def test_why_models_of_new_clients_could_not_be_written_is_said(tmp_path):
+    assert keep_joined(tmp_path / "gone" / "last.ckpt", {}, {}).endswith(f"{JOINED}: No such file or directory")

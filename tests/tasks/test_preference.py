@@ -121,3 +121,20 @@ def test_other_targets_are_refused(changed, named):
 def test_a_beta_out_of_range_is_refused(beta):
     with pytest.raises(MisconfigurationException, match=r"data\.beta="):
         Preference(TOKENS, beta)
+
+
+def test_several_models_answer_by_the_mean_of_their_probabilities():
+    logits, _ = drawn()
+    models, shares = torch.stack([logits, logits.flip(-1)]), torch.tensor([0.25, 0.75])
+    combined = Preference(TOKENS).combined(models, shares)
+    mean = 0.25 * logits.softmax(-1) + 0.75 * logits.flip(-1).softmax(-1)
+    torch.testing.assert_close(combined.exp(), mean)
+
+
+def test_predictions_are_the_likeliest_tokens_and_all_probabilities():
+    logits, _ = drawn()
+    predictions = Preference(TOKENS).predictions(logits)
+    assert predictions["classes"].shape == (PAIRS, 2, LENGTH)
+    torch.testing.assert_close(predictions["probabilities"].sum(-1), torch.ones(PAIRS, 2, LENGTH).double())
+    picked = predictions["probabilities"].gather(-1, predictions["classes"][..., None])[..., 0]
+    assert torch.equal(picked, predictions["probabilities"].amax(-1))
