@@ -1,5 +1,7 @@
 import logging
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -14,6 +16,7 @@ import pfl_lightning
 from command import QUICKSTART, QUIET, pfl, refusal, summary
 from pfl_lightning.cli import trainer_commands as cli
 from pfl_lightning.cli.main import main
+from pfl_lightning.stopping import RankLost, Stopped
 from sweeps import all_but
 
 SMALL = f"{QUICKSTART} {QUIET} --data.max_samples 300"
@@ -281,3 +284,37 @@ def test_a_reader_that_has_read_enough_ends_a_command_without_a_traceback():
     assert done.stdout.startswith("method ") and done.stderr == ""
     # the list is longer than what a pipe takes at once only on some machines
     assert done.returncode in (0, 141)
+
+
+@pytest.mark.parametrize(
+    ("line", "resumable", "says"),
+    [
+        ("compare --seeds 0", False, "stopped by SIGTERM; the same command goes on from here."),
+        ("status runs", False, "stopped by SIGTERM."),
+        ("fit --config 'a b.yaml'", True, "; go on with: pfl-lightning fit --config 'a b.yaml' --ckpt_path last"),
+        ("fit --ckpt_path last", True, "; go on with: pfl-lightning fit --ckpt_path last"),
+        ("fit --config a", False, " before there was a checkpoint; start again with: pfl-lightning fit --config a"),
+    ],
+)
+def test_a_stopped_command_says_how_to_go_on(line, resumable, says, monkeypatch, capsys):
+    def stopped(words):
+        stop = Stopped(signal.SIGTERM)
+        stop.resumable = resumable
+        raise stop
+
+    words = shlex.split(line)
+    monkeypatch.setattr("pfl_lightning.cli.main.CommandLine", stopped)
+    with pytest.raises(Stopped):
+        main(words)
+    assert capsys.readouterr().err.endswith(f"{says}\n")
+
+
+def test_a_run_that_has_lost_a_rank_ends_with_that_rank_s_exit_code(monkeypatch, capsys):
+    def lost(words):
+        raise RankLost.by_exit_code(1, 137)
+
+    monkeypatch.setattr("pfl_lightning.cli.main.CommandLine", lost)
+    with pytest.raises(SystemExit) as ended:
+        main(["status"])
+    assert ended.value.code == 137
+    assert capsys.readouterr().err == "pfl-lightning: rank 1 was stopped by SIGKILL.\n"
