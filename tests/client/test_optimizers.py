@@ -221,10 +221,7 @@ def test_an_optimizer_in_the_place_of_what_builds_one_is_refused():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"optimizer": lambda parameters: torch.nn.Linear(2, 2)},
-            "builds a Linear and no optimizer",
-        ),
+        ({"optimizer": lambda parameters: torch.nn.Linear(2, 2)}, "builds a Linear and no optimizer"),
         ({"lr_scheduler": partial(ExponentialLR)}, r"^model\.lr_scheduler: .*gamma"),
     ],
     ids=["optimizer", "schedule"],

@@ -99,28 +99,25 @@ class LastCheckpoint(ModelCheckpoint):
         """
         federation = cast(Federation, pl_module)
         options = federation.options
-        every = self.every = options.checkpoint_every
-        self.seconds, self.written, self._is_told = 0.0, -math.inf, False
-        if every == 1:
-            return
+        every = options.checkpoint_every
         reasons = {
             "clients are at sites": options.is_deployed,
             "its privacy is spent": federation.publishable or options.example_privacy or options.local_privacy,
             "its sums are secure": options.secure_sum,
         }
         reason = next((words for words, holds in reasons.items() if holds), "")
-        if every is None:
-            self.every = 1 if reason else None
-            return
-        if reason:
+        if reason and every not in (None, 1):
             raise MisconfigurationException(
                 f"trainer.checkpoint_every={every} could lose a round, which must not be repeated where {reason}; "
                 "leave it out, or give 1."
             )
-        rank_zero_info(
-            f"trainer.checkpoint_every={every}: a run that is killed, or stopped within a round, repeats up to "
-            f"{every - 1} rounds."
-        )
+        self.every = 1 if reason else every
+        self.seconds, self.written, self._is_told = 0.0, -math.inf, False
+        if self.every is not None and self.every > 1:
+            rank_zero_info(
+                f"trainer.checkpoint_every={every}: a run that is killed, or stopped within a round, repeats up to "
+                f"{self.every - 1} rounds."
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the round if it is due."""

@@ -859,13 +859,12 @@ class FederatedDataModule(LightningDataModule, ABC):
             MisconfigurationException: if the samples have no class.
         """
         if type(self).counts_of is FederatedDataModule.counts_of:
-            sizes = torch.tensor(self.division.sizes[split][: self.num_clients])
-            rows = self.division.rows[split][: int(sizes.sum())]
+            rows, sizes = self.division.held_by(range(self.num_clients), split)
             classes = number_of_classes(self.task, "a count of classes")
             labels = cast(Tensor, self.task.classes(take(self._ready().samples.y, rows)))
             if len(labels) == len(rows):
                 # all clients at once: a count of their own takes 10 microseconds each
-                owners = torch.repeat_interleave(sizes)
+                owners = torch.repeat_interleave(torch.tensor(sizes))
                 counts = torch.bincount(owners * classes + labels, minlength=len(sizes) * classes)
                 return counts.view(len(sizes), classes)
         return torch.stack([self.counts_of(client, split) for client in range(self.num_clients)])
