@@ -1,6 +1,7 @@
 """What holds for tests and doctests."""
 
 from collections.abc import Generator
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,29 @@ FLOWER = {PACKAGE / "flower", PACKAGE / "resident.py"}
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a second run leave out what a first one has shown, as `.ci/run` does."""
     group = parser.getgroup("several runs")
+    group.addoption("--draw", type=float, default=1, metavar="SHARE", help="run a share of the exhaustive tests")
+    group.addoption("--drawn-by", default="", metavar="TEXT", help="what `--draw` goes by, such as a commit")
     group.addoption("--note-passed", type=Path, metavar="FILE", help="write the names of the tests that pass")
     group.addoption("--leave-out", type=Path, metavar="FILE", help="leave out tests by a file of `--note-passed`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what another run has shown."""
-    if (file := config.getoption("leave_out")) is None:
-        return
-    shown = set(file.read_text().splitlines())
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in shown])
-    items[:] = [item for item in items if item.nodeid not in shown]
+    """Leave out what another run has shown, and exhaustive tests that aren't drawn."""
+    file, share, by = (config.getoption(name) for name in ("leave_out", "draw", "drawn_by"))
+    shown = set() if file is None else set(file.read_text().splitlines())
+
+    def is_left_out(item: pytest.Item) -> bool:
+        is_exhaustive = item.get_closest_marker("exhaustive") is not None
+        return item.nodeid in shown or (is_exhaustive and not is_drawn(item.nodeid, share, by))
+
+    if left_out := {item for item in items if is_left_out(item)}:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def is_drawn(test: str, share: float, by: str) -> bool:
+    """Whether a draw takes a test; of each test alone, so that a test more or less changes nothing for the others."""
+    return int.from_bytes(sha256(f"{by} {test}".encode()).digest()[:8], "big") < share * 2**64
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -172,3 +172,12 @@ def test_texts_are_utf8_on_each_system():
     ]
     found = {path.name: calls for path in PACKAGE.rglob("*.py") if (calls := texts_without_encoding(path.read_text()))}
     assert not found
+
+
+def test_ci_draws_other_exhaustive_tests_for_other_commits(request):
+    root, plugins = str(TESTS.parent / "conftest.py"), request.config.pluginmanager.get_plugins()
+    (is_drawn,) = (plugin.is_drawn for plugin in plugins if getattr(plugin, "__file__", None) == root)
+    tests = [f"test_{number}" for number in range(1000)]
+    one, other = ({test for test in tests if is_drawn(test, 0.33, commit)} for commit in ("one", "other"))
+    assert 250 < len(one) < 410 and 250 < len(other) < 410 and len(one & other) < 200
+    assert not any(is_drawn(test, 0, "one") for test in tests) and all(is_drawn(test, 1, "one") for test in tests)
