@@ -8,11 +8,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from federations import FEATURES, blobs, fit, make_client, make_trainer, noisy, plain, points
+from federations import FEATURES, MOMENTUM, blobs, fit, make_client, make_trainer, noisy, plain, points
 from pfl_lightning.data import IID, TensorData
 from pfl_lightning.methods import APFL, Ditto, FedAvg, FedRoD, KNNPer
 from pfl_lightning.methods.registry import METHODS
 from pfl_lightning.nets import Net
+from pfl_lightning.nets.inputs import InputShape, Spread
 from pfl_lightning.tasks import Regression
 from sweeps import swept
 
@@ -120,3 +121,53 @@ def test_a_net_that_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
     client = make_client(net=lambda shape, classes: Net(Branching(*shape, 4), torch.nn.Linear(4, classes)))
     with pytest.raises(MisconfigurationException, match=r"^model\.net=Net can't be exported to \.pt2: "):
         client.export(tmp_path / "model.pt2")
+
+
+class Lengths(torch.nn.Module):
+    """Computes with the length of a text, which a program holds for a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() * len(str(x.sum().item()))
+
+
+class Masked(torch.nn.Module):
+    """Takes codes and a mask; with ``branches``, more of them where many are known."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.branches = branches
+        self.codes = torch.nn.Embedding(2, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        known = (self.codes(ids) * mask.unsqueeze(-1)).sum(1)
+        return known / mask.sum(1, keepdim=True) if self.branches and (mask == 1).all() else known
+
+
+class Cut(torch.nn.Module):
+    """Takes one side of zero or the other, by the sign of a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if x.sum() > 0 else -x
+
+
+def rows_of(ids: list[int]) -> Any:
+    return InputShape.of({"shape": ids, "inputs": {name: {"shape": ids, "dtype": "int64"} for name in ("ids", "mask")}})
+
+
+@pytest.mark.parametrize("kind", ["ts", "pt2"])
+def test_a_net_of_codes_and_a_mask_leaves_and_is_compared_at_other_rows(kind, tmp_path):
+    def built(branches: bool) -> Any:
+        net = Net(Spread(Masked(branches), "names"), torch.nn.Linear(4, 2))
+        return FedAvg(lambda *_: net, rows_of([5]), num_classes=2, optimizer=MOMENTUM)
+
+    built(False).export(tmp_path / f"model.{kind}")
+    with pytest.raises(MisconfigurationException, match=rf"^model\.net=Net can't be exported to \.{kind}: "):
+        built(True).export(tmp_path / f"model.{kind}")
+
+
+@pytest.mark.parametrize(("module", "kind"), [(Lengths(), "pt2"), (Lengths(), "ts"), (Cut(), "ts")])
+def test_a_file_that_would_be_wrong_at_other_inputs_is_refused_and_not_written(module, kind, tmp_path):
+    client = make_client(net=lambda shape, classes: Net(module, torch.nn.Linear(*shape, classes)))
+    with pytest.raises(MisconfigurationException, match=rf"\.{kind}: for other inputs its outputs would be wrong"):
+        client.export(tmp_path / f"model.{kind}")
+    assert not list(tmp_path.iterdir())

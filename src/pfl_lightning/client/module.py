@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric, MetricCollection
 
@@ -777,7 +778,8 @@ class ClientModule(LightningModule):
             path: the file; its ending names the format.
 
         Raises:
-            MisconfigurationException: if there is no such format, a package is missing, or the net doesn't allow it.
+            MisconfigurationException: if there is no such format, a package is missing, or the net doesn't allow it, as
+                where the file's outputs aren't the net's for other inputs than those that it was made with.
         """
         kind = Path(path).suffix
         if kind not in (".pt2", ".ts", ".onnx"):
@@ -806,12 +808,17 @@ class ClientModule(LightningModule):
                 # TorchScript is deprecated, and there are programs that read nothing else
                 warnings.simplefilter("ignore")
                 if kind == ".ts":
-                    traced(model, example).save(str(path))
-                elif kind == ".pt2":
-                    torch.export.save(exported(model, example), str(path))
+                    script = traced(model, example)
+                    compare(model, script, example)
+                    script.save(str(path))
                 else:
-                    # one file, where torch would write the weights into a second one; such a file has 2 GB at most
-                    torch.onnx.export(exported(model, example), f=str(path), external_data=False, verbose=False)
+                    program = exported(model, example)
+                    compare(model, program.module(), example)
+                    if kind == ".pt2":
+                        torch.export.save(program, str(path))
+                    else:
+                        # one file, where torch would write the weights into a second one; it has 2 GB at most
+                        torch.onnx.export(program, f=str(path), external_data=False, verbose=False)
         # torch raises many types for what it can't write
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
@@ -1159,7 +1166,7 @@ class Forward(nn.Module):
         return outputs
 
 
-def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+def exported(model: nn.Module, example: Any) -> ExportedProgram:
     """Return a module as a program of ``torch.export`` for any number of rows.
 
     Args:
@@ -1187,6 +1194,47 @@ def traced(model: nn.Module, example: Any) -> torch.jit.ScriptModule:
         # TorchScript refuses `functional_call`, of which a program has the plain operators
         made = trace(exported(model, example).module())
     return cast(torch.jit.ScriptModule, made)
+
+
+def compare(model: nn.Module, program: nn.Module, example: Any) -> None:
+    """Check that a module's program gives the module's outputs for other inputs than those that it was made with.
+
+    Torch writes what a module computes of plain Python numbers, such as ``len(str(x.sum().item()))``, as constants, and
+    TorchScript the branch that was taken.
+
+    Args:
+        model: the module, from inputs to outputs.
+        program: the module as exported or traced.
+        example: inputs of two rows, as the program was made with.
+
+    Raises:
+        ValueError: if the outputs differ.
+    """
+    drawing = torch.Generator().manual_seed(0)
+
+    def other(leaf: Tensor) -> Tensor:
+        # numbers, indices, and masks may all be 0 or 1; a mask of zeros would leave no position
+        drawn = torch.randint(2, (3, *leaf.shape[1:]), generator=drawing)
+        drawn.view(3, -1)[:, 0] = 1
+        return drawn.to(leaf)
+
+    inputs = tree_map(other, example)
+    for rows in (inputs, tree_map(lambda leaf: leaf[:1], inputs)):
+        outputs = []
+        for module in (model, program):
+            # the same draws, where a prediction is drawn
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                outputs.append(module(rows).double())
+        own, other_own = outputs
+        # far more than rounding, and less than another branch
+        tolerance = 0.01 * own.abs().max().item()
+        if not torch.allclose(own, other_own, atol=tolerance, equal_nan=True):
+            difference = (own - other_own).abs().max().item()
+            raise ValueError(
+                f"for other inputs its outputs would be wrong by up to {difference:.2g}, as forward computes with "
+                "Python numbers (item, len of a text) or branches on values; compute with tensors, as by torch.where"
+            )
 
 
 @dataclass(frozen=True)
