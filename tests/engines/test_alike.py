@@ -177,7 +177,8 @@ def test_a_pass_has_no_more_samples_than_one_client_may_have(passes, monkeypatch
     passes.clear()
     close(expected, results(run))
     assert passes == [held[0] + held[1], held[2], held[3]]
-    monkeypatch.setattr("pfl_lightning.engines.alike.rows_at_once", lambda *args: held[1])
+    for name in ("rows_at_once", "rows_of_outputs"):
+        monkeypatch.setattr(f"pfl_lightning.engines.alike.{name}", lambda *args: held[1])
     passes.clear()
     close(expected, results(run))
     assert sorted(passes) == sorted(held)
@@ -192,6 +193,27 @@ class Lacking(Altered):
     def size(self, client, split):
         most = {(1, "val"): 0, (1, "test"): 0, (2, "test"): 1, (3, "val"): 0}
         return min(most.get((client, split), 99), super().size(client, split))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("at_once", [4, 1000])
+def test_jobs_with_one_model_are_evaluated_together_with_the_bits_of_each(at_once, engine, passes, monkeypatch):
+    # two or three clients a pass, of which client 1 has no samples and client 3 none for validation
+    monkeypatch.setattr("pfl_lightning.federation.evaluation.CHUNK", 13)
+    monkeypatch.setattr("pfl_lightning.engines.alike.rows_of_outputs", lambda *args: at_once)
+    loads, common = [], Sequential.common
+    monkeypatch.setattr(Sequential, "common", lambda *args: loads.append(args) or common(*args))
+    found = []
+    for most in (0, 2**22):
+        monkeypatch.setattr("pfl_lightning.engines.alike.INPUTS", most)
+        run = fit(make_client(), blobs(30, 8, 12, 20, 9, 9, 15, data=Lacking), engine=engine, max_rounds=1)
+        passes.clear()
+        loads.clear()
+        found.append((run.test(), list(passes), len(loads)))
+    (each, of_each, loads_of_each), (all_at_once, of_all, loads_of_all) = found
+    assert of_all == of_each and len(of_all) > 2 and max(of_all) <= 13
+    assert loads_of_each > loads_of_all == 1
+    assert equal(each, all_at_once)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -692,8 +692,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         # a subclass may know sizes alone, and not who holds which samples
         if type(self).size is not FederatedDataModule.size:
             return {client: self.size(client, split) for client in clients}
-        held = self.division.sizes[split]
-        return {client: held[client] for client in clients}
+        clients = list(clients)
+        return dict(zip(clients, map(self.division.sizes[split].__getitem__, clients), strict=True))
 
     @property
     def client_names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, overload
 
@@ -115,10 +116,13 @@ class Parts(Sequence[Samples]):
     def __init__(self, whole: Samples, sizes: Sequence[int]) -> None:
         self.whole = whole
         self.sizes = sizes
-        self._ends = list(accumulate(sizes, initial=0))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes, initial=0))
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self.sizes)
 
     @overload
     def __getitem__(self, index: int) -> Samples: ...

@@ -1,23 +1,36 @@
 """Evaluate clients with the same model together: one download, and one forward pass for the samples of many clients."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data.samples import Parts, Samples
+from pfl_lightning.data.samples import CHUNK, Parts, Samples
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.target_scale import TargetScale, source_scale
-from pfl_lightning.engines.base import Engine, Job, ReadsClient
+from pfl_lightning.data.trees import take
+from pfl_lightning.engines.base import Engine, Job, ReadsClient, identities
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
-from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once
+from pfl_lightning.engines.evaluation import (
+    ON_GPU,
+    computed_on,
+    evaluate,
+    evaluate_outputs,
+    rows_at_once,
+    rows_of_outputs,
+)
 from pfl_lightning.internals.of_torch import BatchNorm
+
+INPUTS = 2**22
+"""Input values of jobs that are evaluated together on a CPU, if they are several: 16 MiB in single precision."""
 
 
 class SamplesMeet(ReadsClient):
@@ -25,7 +38,7 @@ class SamplesMeet(ReadsClient):
 
 
 class Alike:
-    """Evaluate the clients of a job with `Job.alike`, whose states and payloads are the same.
+    """Evaluate the clients of jobs with `Job.alike`, whose states and payloads are the same.
 
     Their models are the same if the download reads neither samples nor the client's id and draws no random numbers.
     Their samples can share a forward pass if it treats samples separately and draws no random numbers either. The first
@@ -46,15 +59,34 @@ class Alike:
         """Whether a comparison has shown that a client's outputs depend on the pass that they are made in."""
         self._compared = False
 
-    def evaluate(self, job: Job) -> Evaluated | None:
-        """Return the metrics of the job's clients by its splits; None if they must be evaluated one by one.
+    def neighbours(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+        """Yield the jobs, those of clients with one state and payload that follow one another together.
 
         Args:
-            job: the job of several clients.
+            jobs: the jobs.
+        """
+        values = CHUNK * max(1, math.prod(self.module.input_shape))
+        most = max(1, (INPUTS if self.engine.device.type == "cpu" else ON_GPU * INPUTS) // values)
+        several: list[Job] = []
+        for job in jobs:
+            joins = len(several) < most and self.usable and job.alike and several and several[0].alike
+            if several and not (joins and identities(*job[2:4]) == identities(*several[0][2:4])):
+                yield several
+                several = []
+            several.append(job)
+        if several:
+            yield several
+
+    def evaluate(self, jobs: Sequence[Job]) -> Evaluated | None:
+        """Return the metrics of the jobs' clients by split; None if they must be evaluated one by one.
+
+        Args:
+            jobs: the jobs of several clients, all with one state and payload.
         """
         if not self.usable:
             return None
-        clients, source = [job.client, *job.alike], job.data.source
+        job, numbers = jobs[0], [1 + len(job.alike) for job in jobs]
+        clients, source = [client for job in jobs for client in (job.client, *job.alike)], job.data.source
         results: dict[str, ClientMetrics] = {}
         try:
             # Either all clients have a scale or none has.
@@ -71,7 +103,7 @@ class Alike:
                         gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
                     parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
                     if any(parts.sizes):
-                        results[split] = ClientMetrics(self._measured(clients, parts, scales))
+                        results[split] = ClientMetrics(self._measured(clients, parts, scales, numbers))
         except torch.cuda.OutOfMemoryError:
             return None
         except SamplesMeet:
@@ -88,46 +120,58 @@ class Alike:
         return Evaluated(clients, results)
 
     def _measured(
-        self, clients: Sequence[int], parts: Parts, scales: Sequence[TargetScale | None]
-    ) -> Iterator[tuple[list[int], Columns]]:
-        """Yield the clients with samples and their metrics, those of a forward pass together.
+        self, clients: Sequence[int], parts: Parts, scales: Sequence[TargetScale | None], numbers: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Columns]]:
+        """Yield the clients with samples and their metrics, those computed at once together.
 
         Args:
             clients: the clients.
             parts: their samples.
             scales: the scales of their targets.
+            numbers: the number of clients of each job.
         """
-        rows = [row for row, size in enumerate(parts.sizes) if size]
-        sizes = [parts.sizes[row] for row in rows]
-        ends, at_once = np.cumsum(sizes), rows_at_once(self.module.task, parts.whole.y)
-        first = begin = 0
-        while first < len(rows):
-            # So many clients that one forward pass computes all their samples.
-            last = int(np.searchsorted(ends, begin + at_once, side="right"))
-            is_alone, last = last == first, max(last, first + 1)
-            samples = parts.whole.take(slice(begin, int(ends[last - 1])))
-            own = [scales[row] for row in rows[first:last]]
-            values = self._alone(samples, own[0]) if is_alone else self._together(samples, sizes[first:last], own)
-            yield [clients[row] for row in rows[first:last]], values
-            first, begin = last, int(ends[last - 1])
+        sizes, task = parts.sizes, self.module.task
+        if not all(sizes):
+            held = [place for place, size in enumerate(sizes) if size]
+            owners = np.repeat(np.arange(len(numbers)), numbers)[held]
+            numbers = np.bincount(owners, minlength=len(numbers)).tolist()
+            clients, sizes = [clients[place] for place in held], [sizes[place] for place in held]
+            scales = [scales[place] for place in held]
+        at_once, most = rows_at_once(task, parts.whole.y), rows_of_outputs(task, parts.whole.y)
+        ends = np.cumsum(sizes)
+        for passes in together(cut(ends, numbers, at_once), ends, most):
+            own = slice(passes[0].start, passes[-1].stop)
+            rows = [slice(int(ends[one.start]) - sizes[one.start], int(ends[one.stop - 1])) for one in passes]
+            if sizes[own.start] > at_once:
+                values = self._alone(parts.whole.take(rows[0]), scales[own.start])
+            else:
+                values = self._together(parts.whole, rows, sizes[own], scales[own])
+            yield clients[own], values
 
     def _alone(self, samples: Samples, scale: TargetScale | None) -> Columns:
         values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context, scale=scale)
         return {name: [value] for name, value in values.items()}
 
-    def _together(self, samples: Samples, sizes: Sequence[int], scales: Sequence[TargetScale | None]) -> Columns:
-        """Return the metrics of several clients, from one forward pass.
+    def _together(
+        self, whole: Samples, passes: Sequence[slice], sizes: Sequence[int], scales: Sequence[TargetScale | None]
+    ) -> Columns:
+        """Return the metrics of several clients, from one forward pass or several.
 
         Args:
-            samples: the clients' samples, client after client.
+            whole: the samples of these and other clients, client after client.
+            passes: the rows of each forward pass, one after another.
             sizes: number of samples of each client.
             scales: the scale of each client's targets.
 
         Raises:
             SamplesMeet: if they aren't those of each client's own forward pass.
         """
-        with self.engine.forward_context():
-            outputs = self.module(samples.x)
+        made = []
+        for rows in passes:
+            with self.engine.forward_context():
+                made.append(self.module(take(whole.x, rows)))
+        outputs = made[0] if len(made) == 1 else torch.cat(made)
+        samples = whole.take(slice(passes[0].start, passes[-1].stop))
         values = evaluate_outputs(outputs, samples.y, sizes, self.engine.metrics, self.module.task, scales)
         if not self._compared:
             for index in {0, len(sizes) - 1}:
@@ -163,6 +207,44 @@ class Alike:
         metrics["loss"] = float(task.loss(wide, target, "sum")) / float(task.weight(target) or math.nan)
         if metrics.keys() != values.keys() or not all(map(same, metrics.values(), (values[name] for name in metrics))):
             raise SamplesMeet
+
+
+def cut(ends: NDArray[np.int64], numbers: Sequence[int], at_once: int) -> Iterator[slice]:
+    """Yield the clients of each forward pass, as places: of one job, with as many samples as a pass may have.
+
+    >>> [(one.start, one.stop) for one in cut(np.array([2, 4, 9, 10]), [3, 1], at_once=4)]
+    [(0, 2), (2, 3), (3, 4)]
+
+    Args:
+        ends: each client's number of samples, added to those of the clients before.
+        numbers: the number of clients of each job.
+        at_once: the number of samples per pass; a client with more is alone.
+    """
+    place = begin = 0
+    for stop in accumulate(numbers):
+        while place < stop:
+            last = min(stop, max(place + 1, int(np.searchsorted(ends, begin + at_once, side="right"))))
+            yield slice(place, last)
+            place, begin = last, int(ends[last - 1])
+
+
+def together(passes: Iterable[slice], ends: NDArray[np.int64], most: int) -> Iterator[list[slice]]:
+    """Yield the passes whose metrics are computed at once.
+
+    Args:
+        passes: the clients of each pass, as from `cut`.
+        ends: as for `cut`.
+        most: the number of samples whose metrics may be computed at once.
+    """
+    several: list[slice] = []
+    begin = end = 0
+    for one in passes:
+        before, end = end, int(ends[one.stop - 1])
+        if several and end - begin > most:
+            yield several
+            several, begin = [], before
+        several.append(one)
+    yield several
 
 
 def same(one: Any, other: Any) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,7 +57,7 @@ class ClientMetrics(Mapping[int, dict[str, Any]]):
         """
         # sums over clients mustn't depend on which engine or process has evaluated whom first
         parts = [columns.get(name) or [math.nan] * len(clients) for clients, columns in self.blocks]
-        return np.array([value for part in parts for value in part], dtype=np.float64)[self._order]
+        return np.fromiter(chain.from_iterable(parts), np.float64, len(self))[self._order]
 
     def states(self, name: str) -> list[Any]:
         """Return the values of a metric of other types than numbers, in the order of `clients`, without missing ones.
@@ -93,7 +94,7 @@ class ClientMetrics(Mapping[int, dict[str, Any]]):
     @cached_property
     def _ids(self) -> NDArray[np.int64]:
         """Ids of the clients, block after block."""
-        return np.array([client for clients, _ in self.blocks for client in clients], dtype=np.int64)
+        return np.fromiter(chain.from_iterable(clients for clients, _ in self.blocks), np.int64)
 
     @cached_property
     def _order(self) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 import math
 import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -76,21 +76,21 @@ class Sequential(Engine):
 
     def evaluate_all(self, jobs: Iterable[Job]) -> Iterator[Evaluated]:
         """Evaluate each job's clients, those with the same model together."""
-        for job in jobs:
-            yield from self.evaluate_each(job)
+        for several in self.alike.neighbours(jobs):
+            yield from self.evaluate_each(*several)
 
-    def evaluate_each(self, job: Job) -> list[Evaluated]:
-        """Return the metrics of all clients of a job."""
-        if (found := self.evaluate_alike(job)) is not None:
+    def evaluate_each(self, *jobs: Job) -> list[Evaluated]:
+        """Return the metrics of all clients of a job, or of several jobs with one model."""
+        if (found := self.evaluate_alike(jobs)) is not None:
             return [found]
-        return [Evaluated.of(one.client, self.evaluate(one)) for one in job.each()]
+        return [Evaluated.of(one.client, self.evaluate(one)) for job in jobs for one in job.each()]
 
-    def evaluate_alike(self, job: Job) -> Evaluated | None:
-        """Return the metrics of a job's clients with the same model; None if they must be evaluated one by one."""
-        if not job.alike:
+    def evaluate_alike(self, jobs: Sequence[Job]) -> Evaluated | None:
+        """Return the metrics of the jobs' clients, of one model; None if they must be evaluated one by one."""
+        if not jobs[0].alike:
             return None
         with self._threads():
-            return self.alike.evaluate(job)
+            return self.alike.evaluate(jobs)
 
     def adapt(self, phases: list[Phase], job: Job, data: ClientData) -> None:
         """Train phase by phase with new optimizers, and leave the module in evaluation mode."""

@@ -186,7 +186,9 @@ class Evaluations:
         with undisturbed():
             for engine, own in self.engines_of(clients):
                 if received_of is not None and engine.takes_alike:
-                    sizes = {client: size for client, size in self._largest(own, splits).items() if size}
+                    sizes = self._largest(own, splits)
+                    if not all(sizes.values()):
+                        sizes = {client: size for client, size in sizes.items() if size}
                     jobs = (
                         alike(sizes, splits, job_of, received_of)
                         if common is None
@@ -306,7 +308,7 @@ def all_alike(sizes: Mapping[int, int], splits: tuple[Split, ...], job_of: JobOf
         common: the state and payload.
     """
     # `alike` looks at each client's state and payload, which takes longer than to evaluate it
-    clients, ends = list(sizes), np.cumsum(list(sizes.values()))
+    clients, ends = list(sizes), np.cumsum(np.fromiter(sizes.values(), np.int64))
     begin = 0
     while begin < len(clients):
         before = int(ends[begin]) - sizes[clients[begin]]
@@ -374,7 +376,7 @@ def over_clients(
             ``NAME_clients``, the number of clients with a value, if some have none; ``NAME_pooled``, with its largest
             possible error as ``NAME_pooled_error`` if there is one. A metric is NaN if no client has a value.
     """
-    weights = np.array([sizes[client] for client in results], dtype=np.float64)
+    weights = np.fromiter(map(sizes.__getitem__, results), np.float64, len(results))
     summary: dict[str, float] = {}
     for name in results.names:
         if name == ROWS:

@@ -102,11 +102,11 @@ class Vectorised(Engine):
         together: list[Evaluated] = []
 
         def others() -> Iterator[Job]:
-            for job in jobs:
-                if (found := self.sequential.evaluate_alike(job)) is None:
+            for several in self.sequential.alike.neighbours(jobs):
+                if (found := self.sequential.evaluate_alike(several)) is None:
                     # Padding would change the outputs of such a net, too.
                     self.evaluator.usable &= not self.sequential.alike.samples_meet
-                    yield from job.each()
+                    yield from chain.from_iterable(job.each() for job in several)
                 else:
                     together.append(found)
 
