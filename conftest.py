@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--leave-out", type=Path, metavar="FILE", help="leave out tests by a file of `--note-passed`")
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how to draw the same tests again."""
+    share, by = config.getoption("draw"), config.getoption("drawn_by")
+    return f"of exhaustive tests a share: --draw {share} --drawn-by {by!r}" if share < 1 else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another run has shown, and exhaustive tests that aren't drawn."""
     file, share, by = (config.getoption(name) for name in ("leave_out", "draw", "drawn_by"))
