@@ -182,10 +182,9 @@ def held_in(division: Division, splits: Sequence[Split], count: int) -> tuple[ND
         splits: names of splits; the rows of one follow those of another.
         count: number of clients, the first ones of the division.
     """
-    sizes = [np.array(division.sizes[split][:count]) for split in splits]
-    rows = [division.rows[split].numpy()[: size.sum()] for split, size in zip(splits, sizes, strict=True)]
-    owners = [np.repeat(np.arange(count), size) for size in sizes]
-    return np.concatenate(rows), np.concatenate(owners)
+    held = [division.held_by(range(count), split) for split in splits]
+    owners = [np.repeat(np.arange(count), sizes) for _, sizes in held]
+    return np.concatenate([rows.numpy() for rows, _ in held]), np.concatenate(owners)
 
 
 def warn_of_shared_rows(keys: Keys, division: Division, may_coincide: Callable[[], bool], name: str) -> None:
