@@ -28,6 +28,7 @@ from pfl_lightning.engines.evaluation import (
     rows_of_outputs,
 )
 from pfl_lightning.internals.of_torch import BatchNorm
+from pfl_lightning.messages import tensors
 
 INPUTS = 2**22
 """Input values of jobs that are evaluated together on a CPU, if they are several: 16 MiB in single precision."""
@@ -65,17 +66,22 @@ class Alike:
         Args:
             jobs: the jobs.
         """
-        values = CHUNK * max(1, math.prod(self.module.input_shape))
-        most = max(1, (INPUTS if self.engine.device.type == "cpu" else ON_GPU * INPUTS) // values)
+        shape = self.module.input_shape
+        values = math.prod(shape) if shape.example is None else sum(leaf[0].numel() for leaf in tensors(shape.example))
+        most = max(1, (INPUTS if self.engine.device.type == "cpu" else ON_GPU * INPUTS) // (CHUNK * max(1, values)))
         several: list[Job] = []
         for job in jobs:
-            joins = len(several) < most and self.usable and job.alike and several and several[0].alike
-            if several and not (joins and identities(*job[2:4]) == identities(*several[0][2:4])):
+            if several and not (len(several) < most and self._joins(job, several[0])):
                 yield several
                 several = []
             several.append(job)
         if several:
             yield several
+
+    def _joins(self, job: Job, first: Job) -> bool:
+        """Return whether a job can be evaluated together with an earlier one."""
+        of_several = self.usable and bool(job.alike) and bool(first.alike)
+        return of_several and identities(job.state, job.payload) == identities(first.state, first.payload)
 
     def evaluate(self, jobs: Sequence[Job]) -> Evaluated | None:
         """Return the metrics of the jobs' clients by split; None if they must be evaluated one by one.
