@@ -71,17 +71,19 @@ class Alike:
         most = max(1, (INPUTS if self.engine.device.type == "cpu" else ON_GPU * INPUTS) // (CHUNK * max(1, values)))
         several: list[Job] = []
         for job in jobs:
-            if several and not (len(several) < most and self._joins(job, several[0])):
+            can_join = self.usable and bool(job.alike) and most > 1
+            first = several[0] if several else job
+            is_same = can_join and identities(job.state, job.payload) == identities(first.state, first.payload)
+            if several and (not is_same or len(several) == most):
                 yield several
                 several = []
-            several.append(job)
+            if can_join:
+                several.append(job)
+            else:
+                # as it comes: each payload is made when its job is taken
+                yield [job]
         if several:
             yield several
-
-    def _joins(self, job: Job, first: Job) -> bool:
-        """Return whether a job can be evaluated together with an earlier one."""
-        of_several = self.usable and bool(job.alike) and bool(first.alike)
-        return of_several and identities(job.state, job.payload) == identities(first.state, first.payload)
 
     def evaluate(self, jobs: Sequence[Job]) -> Evaluated | None:
         """Return the metrics of the jobs' clients by split; None if they must be evaluated one by one.
