@@ -10,6 +10,7 @@ from torchmetrics import MeanSquaredError, MetricCollection
 
 from federations import Altered, blobs, equal, fit, make_client, noisy
 from pfl_lightning.engines import ClientMetrics, Sequential, evaluation
+from pfl_lightning.engines.alike import Alike
 from pfl_lightning.engines.evaluation import POOLED, computed_on, evaluate_outputs, mean_of
 from pfl_lightning.methods import IFCA, ControlVariates, FedAvg, FedBABU, FedBN, FedPer, FedProx, Local
 from pfl_lightning.nets import Net
@@ -177,8 +178,7 @@ def test_a_pass_has_no_more_samples_than_one_client_may_have(passes, monkeypatch
     passes.clear()
     close(expected, results(run))
     assert passes == [held[0] + held[1], held[2], held[3]]
-    for name in ("rows_at_once", "rows_of_outputs"):
-        monkeypatch.setattr(f"pfl_lightning.engines.alike.{name}", lambda *args: held[1])
+    monkeypatch.setattr("pfl_lightning.engines.alike.rows_at_once", lambda *args: held[1])
     passes.clear()
     close(expected, results(run))
     assert sorted(passes) == sorted(held)
@@ -204,8 +204,8 @@ def test_jobs_with_one_model_are_evaluated_together_with_the_bits_of_each(at_onc
     loads, common = [], Sequential.common
     monkeypatch.setattr(Sequential, "common", lambda *args: loads.append(args) or common(*args))
     found = []
-    for most in (0, 2**22):
-        monkeypatch.setattr("pfl_lightning.engines.alike.INPUTS", most)
+    for neighbours in (lambda self, jobs: ([job] for job in jobs), Alike.neighbours):
+        monkeypatch.setattr(Alike, "neighbours", neighbours)
         run = fit(make_client(), blobs(30, 8, 12, 20, 9, 9, 15, data=Lacking), engine=engine, max_rounds=1)
         passes.clear()
         loads.clear()

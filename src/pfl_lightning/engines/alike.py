@@ -2,40 +2,46 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, cast
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pfl_lightning.client.hooks import overrides
-from pfl_lightning.data.samples import CHUNK, Parts, Samples
+from pfl_lightning.data.samples import Parts, Samples, Split
 from pfl_lightning.data.streamed import Streamed
 from pfl_lightning.data.target_scale import TargetScale, source_scale
-from pfl_lightning.data.trees import take
+from pfl_lightning.data.trees import Tree, joined
 from pfl_lightning.engines.base import Engine, Job, ReadsClient, identities
 from pfl_lightning.engines.client_metrics import ClientMetrics, Columns, Evaluated
 from pfl_lightning.engines.errors import reason_of
-from pfl_lightning.engines.evaluation import (
-    ON_GPU,
-    computed_on,
-    evaluate,
-    evaluate_outputs,
-    rows_at_once,
-    rows_of_outputs,
-)
+from pfl_lightning.engines.evaluation import computed_on, evaluate, evaluate_outputs, rows_at_once, rows_of_outputs
 from pfl_lightning.internals.of_torch import BatchNorm
-from pfl_lightning.messages import tensors
-
-INPUTS = 2**22
-"""Input values of jobs that are evaluated together on a CPU, if they are several: 16 MiB in single precision."""
 
 
 class SamplesMeet(ReadsClient):
     """A client's outputs or metrics depend on the samples of others in a forward pass."""
+
+
+class Pass(NamedTuple):
+    """What a forward pass gave for several clients.
+
+    Args:
+        clients: ids of the clients, each with a sample at least.
+        sizes: their numbers of samples.
+        scales: the scales of their targets.
+        outputs: the outputs, client after client.
+        target: the samples' targets.
+    """
+
+    clients: Sequence[int]
+    sizes: Sequence[int]
+    scales: Sequence[TargetScale | None]
+    outputs: Tensor
+    target: Tree
 
 
 class Alike:
@@ -66,22 +72,19 @@ class Alike:
         Args:
             jobs: the jobs.
         """
-        shape = self.module.input_shape
-        values = math.prod(shape) if shape.example is None else sum(leaf[0].numel() for leaf in tensors(shape.example))
-        most = max(1, (INPUTS if self.engine.device.type == "cpu" else ON_GPU * INPUTS) // (CHUNK * max(1, values)))
         several: list[Job] = []
+        common: tuple[object, ...] | None = None
         for job in jobs:
-            can_join = self.usable and bool(job.alike) and most > 1
-            first = several[0] if several else job
-            is_same = can_join and identities(job.state, job.payload) == identities(first.state, first.payload)
-            if several and (not is_same or len(several) == most):
+            own = identities(job.state, job.payload) if self.usable and job.alike else None
+            if several and own != common:
                 yield several
                 several = []
-            if can_join:
-                several.append(job)
-            else:
+            if own is None:
                 # as it comes: each payload is made when its job is taken
                 yield [job]
+            else:
+                several.append(job)
+                common = own
         if several:
             yield several
 
@@ -93,25 +96,13 @@ class Alike:
         """
         if not self.usable:
             return None
-        job, numbers = jobs[0], [1 + len(job.alike) for job in jobs]
-        clients, source = [client for job in jobs for client in (job.client, *job.alike)], job.data.source
         results: dict[str, ClientMetrics] = {}
         try:
-            # Either all clients have a scale or none has.
-            some = source_scale(source, job.client) is not None
-            scales = [source_scale(source, client) for client in clients] if some else [None] * len(clients)
-            with torch.no_grad(), self.engine.common(job):
-                for split in job.evaluate:
-                    gathered = source.parts(clients, split, self.engine.device)
-                    if not isinstance(gathered, Parts):
-                        if any(isinstance(part, Streamed) for part in gathered):
-                            # Samples that stay in files are read a batch at a time.
-                            self.usable = False
-                            return None
-                        gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
-                    parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
-                    if any(parts.sizes):
-                        results[split] = ClientMetrics(self._measured(clients, parts, scales, numbers))
+            with torch.no_grad(), self.engine.common(jobs[0]):
+                for split in jobs[0].evaluate:
+                    metrics = ClientMetrics(self._measured(jobs, split))
+                    if metrics:
+                        results[split] = metrics
         except torch.cuda.OutOfMemoryError:
             return None
         except SamplesMeet:
@@ -125,70 +116,101 @@ class Alike:
             self.usable = False
             rank_zero_info(f"clients with one model are evaluated one by one from now on: {reason_of(error)}.")
             return None
-        return Evaluated(clients, results)
+        return Evaluated([client for job in jobs for client in (job.client, *job.alike)], results)
 
-    def _measured(
-        self, clients: Sequence[int], parts: Parts, scales: Sequence[TargetScale | None], numbers: Sequence[int]
-    ) -> Iterator[tuple[Sequence[int], Columns]]:
+    def _measured(self, jobs: Sequence[Job], split: Split) -> Iterator[tuple[Sequence[int], Columns]]:
         """Yield the clients with samples and their metrics, those computed at once together.
 
         Args:
-            clients: the clients.
-            parts: their samples.
-            scales: the scales of their targets.
-            numbers: the number of clients of each job.
+            jobs: as for `evaluate`.
+            split: the split.
+
+        Raises:
+            SamplesMeet: if the metrics aren't those of each client's own forward pass.
         """
-        sizes, task = parts.sizes, self.module.task
-        if not all(sizes):
-            held = [place for place, size in enumerate(sizes) if size]
-            owners = np.repeat(np.arange(len(numbers)), numbers)[held]
-            numbers = np.bincount(owners, minlength=len(numbers)).tolist()
-            clients, sizes = [clients[place] for place in held], [sizes[place] for place in held]
-            scales = [scales[place] for place in held]
-        at_once, most = rows_at_once(task, parts.whole.y), rows_of_outputs(task, parts.whole.y)
-        ends = np.cumsum(sizes)
-        for passes in together(cut(ends, numbers, at_once), ends, most):
-            own = slice(passes[0].start, passes[-1].stop)
-            rows = [slice(int(ends[one.start]) - sizes[one.start], int(ends[one.stop - 1])) for one in passes]
-            if sizes[own.start] > at_once:
-                values = self._alone(parts.whole.take(rows[0]), scales[own.start])
-            else:
-                values = self._together(parts.whole, rows, sizes[own], scales[own])
-            yield clients[own], values
+        task = self.module.task
+        passes: list[Pass] = []
+        rows = 0
+        for clients, sizes, scales, samples in chain.from_iterable(self._batches(job, split) for job in jobs):
+            if len(samples) > rows_at_once(task, samples.y):
+                yield clients, self._alone(samples, scales[0])
+                continue
+            with self.engine.forward_context():
+                one = Pass(clients, sizes, scales, self.module(samples.x), samples.y)
+            if not self._compared:
+                self._compare_ends(one, samples)
+                self._compared = True
+            if passes and rows + len(samples) > rows_of_outputs(task, samples.y):
+                yield self._together(passes)
+                passes, rows = [], 0
+            passes.append(one)
+            rows += len(samples)
+        if passes:
+            yield self._together(passes)
+
+    def _batches(
+        self, job: Job, split: Split
+    ) -> Iterator[tuple[list[int], list[int], list[TargetScale | None], Samples]]:
+        """Yield some clients of a job, with sizes, scales and samples, for one forward pass; large ones alone.
+
+        Args:
+            job: the job of several clients.
+            split: the split.
+
+        Raises:
+            ReadsClient: if samples stay in files, which are read a batch at a time.
+        """
+        clients, source = [job.client, *job.alike], job.data.source
+        gathered = source.parts(clients, split, self.engine.device)
+        if not isinstance(gathered, Parts):
+            if any(isinstance(part, Streamed) for part in gathered):
+                raise ReadsClient("samples stay in files")
+            gathered = Parts(Samples.joined(gathered), [len(part) for part in gathered])
+        parts = gathered.to(self.engine.device, cast(torch.dtype, self.module.dtype))
+        held = [place for place, size in enumerate(parts.sizes) if size]
+        clients, sizes = [clients[place] for place in held], [parts.sizes[place] for place in held]
+        # either all clients have a scale or none has
+        some = bool(clients) and source_scale(source, clients[0]) is not None
+        ends, first, begin = np.cumsum(sizes), 0, 0
+        while first < len(clients):
+            # so many clients that one forward pass computes all their samples
+            last = int(np.searchsorted(ends, begin + rows_at_once(self.module.task, parts.whole.y), side="right"))
+            own = slice(first, max(last, first + 1))
+            end = int(ends[own.stop - 1])
+            scales = [source_scale(source, client) if some else None for client in clients[own]]
+            yield clients[own], sizes[own], scales, parts.whole.take(slice(begin, end))
+            first, begin = own.stop, end
 
     def _alone(self, samples: Samples, scale: TargetScale | None) -> Columns:
         values = evaluate(self.module, samples, self.engine.metrics, self.engine.forward_context, scale=scale)
         return {name: [value] for name, value in values.items()}
 
-    def _together(
-        self, whole: Samples, passes: Sequence[slice], sizes: Sequence[int], scales: Sequence[TargetScale | None]
-    ) -> Columns:
-        """Return the metrics of several clients, from one forward pass or several.
+    def _together(self, passes: Sequence[Pass]) -> tuple[Sequence[int], Columns]:
+        """Return the clients of some passes, and their metrics.
 
         Args:
-            whole: the samples of these and other clients, client after client.
-            passes: the rows of each forward pass, one after another.
-            sizes: number of samples of each client.
-            scales: the scale of each client's targets.
+            passes: the passes, at least one.
+        """
+        clients, sizes, scales = (list(chain.from_iterable(column)) for column in list(zip(*passes, strict=True))[:3])
+        outputs, target = joined([(one.outputs, one.target) for one in passes]) if len(passes) > 1 else passes[0][3:]
+        return clients, evaluate_outputs(outputs, target, sizes, self.engine.metrics, self.module.task, scales)
+
+    def _compare_ends(self, one: Pass, samples: Samples) -> None:
+        """Compare the first and the last client of a pass with what each gives alone.
+
+        Args:
+            one: the pass.
+            samples: its samples.
 
         Raises:
-            SamplesMeet: if they aren't those of each client's own forward pass.
+            SamplesMeet: if outputs or metrics differ by more than rounding.
         """
-        made = []
-        for rows in passes:
-            with self.engine.forward_context():
-                made.append(self.module(take(whole.x, rows)))
-        outputs = made[0] if len(made) == 1 else torch.cat(made)
-        samples = whole.take(slice(passes[0].start, passes[-1].stop))
-        values = evaluate_outputs(outputs, samples.y, sizes, self.engine.metrics, self.module.task, scales)
-        if not self._compared:
-            for index in {0, len(sizes) - 1}:
-                end = sum(sizes[: index + 1])
-                rows = slice(end - sizes[index], end)
-                own = {name: column[index] for name, column in values.items()}
-                self._compare(samples.take(rows), outputs[rows], own, scales[index])
-            self._compared = True
-        return values
+        _, values = self._together([one])
+        for index in {0, len(one.sizes) - 1}:
+            end = sum(one.sizes[: index + 1])
+            rows = slice(end - one.sizes[index], end)
+            own = {name: column[index] for name, column in values.items()}
+            self._compare(samples.take(rows), one.outputs[rows], own, one.scales[index])
 
     def _compare(self, samples: Samples, outputs: Tensor, values: dict[str, Any], scale: TargetScale | None) -> None:
         """Compare a client's outputs and metrics with those of the client alone.
@@ -215,44 +237,6 @@ class Alike:
         metrics["loss"] = float(task.loss(wide, target, "sum")) / float(task.weight(target) or math.nan)
         if metrics.keys() != values.keys() or not all(map(same, metrics.values(), (values[name] for name in metrics))):
             raise SamplesMeet
-
-
-def cut(ends: NDArray[np.int64], numbers: Sequence[int], at_once: int) -> Iterator[slice]:
-    """Yield the clients of each forward pass, as places: of one job, with as many samples as a pass may have.
-
-    >>> [(one.start, one.stop) for one in cut(np.array([2, 4, 9, 10]), [3, 1], at_once=4)]
-    [(0, 2), (2, 3), (3, 4)]
-
-    Args:
-        ends: each client's number of samples, added to those of the clients before.
-        numbers: the number of clients of each job.
-        at_once: the number of samples per pass; a client with more is alone.
-    """
-    place = begin = 0
-    for stop in accumulate(numbers):
-        while place < stop:
-            last = min(stop, max(place + 1, int(np.searchsorted(ends, begin + at_once, side="right"))))
-            yield slice(place, last)
-            place, begin = last, int(ends[last - 1])
-
-
-def together(passes: Iterable[slice], ends: NDArray[np.int64], most: int) -> Iterator[list[slice]]:
-    """Yield the passes whose metrics are computed at once.
-
-    Args:
-        passes: the clients of each pass, as from `cut`.
-        ends: as for `cut`.
-        most: the number of samples whose metrics may be computed at once.
-    """
-    several: list[slice] = []
-    begin = end = 0
-    for one in passes:
-        before, end = end, int(ends[one.stop - 1])
-        if several and end - begin > most:
-            yield several
-            several, begin = [], before
-        several.append(one)
-    yield several
 
 
 def same(one: Any, other: Any) -> bool:
